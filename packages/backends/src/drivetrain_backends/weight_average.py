@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from drivetrain_backends.modules.compile import strip_wrapper_prefix
 from drivetrain_backends.protocol import Prepared, SupportsWeights
@@ -90,7 +91,7 @@ class WeightAverage:
         ):
             current = [one.to(other) for one, other in zip(current, average, strict=True)]
         self.num_updates += 1
-        torch._foreach_lerp_(average, current, self._weight())
+        get_ema_multi_avg_fn(1 - self._weight())(average, current, None)
 
     @contextmanager
     def applied(self) -> Generator[None]:

@@ -19,6 +19,7 @@ from drivetrain_backends.errors import NonFiniteGradientError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow, NonFiniteGradients
 from drivetrain_backends.protocol import Backend
 from drivetrain_backends.state_dict.full_tensors import full_state_dict
+from drivetrain_backends.testing.average_check import check_average
 from drivetrain_backends.testing.reference_training import (
     NUM_FEATURES,
     RATE,
@@ -38,7 +39,6 @@ from drivetrain_backends.testing.reference_training import (
     train_plainly,
 )
 from drivetrain_backends.testing.runner import Run, clip_and_step, held, whole_weights
-from drivetrain_backends.weight_average import WeightAverage
 from drivetrain_precision import PrecisionSettings, choose_policy, supported_modes
 from drivetrain_state import Context
 
@@ -175,26 +175,9 @@ class BackendContract:
         resumed.backend.close()
 
     def check_average(self, context: Context) -> None:
-        """Check an average of the weights: after every step, applied to the model, saved and loaded."""
-        case, decay = self._case(windows=[1] * 5), 0.5
-        run = self._start(context, case)
-        average, mean = WeightAverage(run.prepared, decay=decay), WeightAverage(run.prepared, decay=None)
-        history = [run.weights(), *(run.weights() for _ in run.steps())]
-        expected = history[0]
-        for weights in history[1:]:
-            expected = {name: torch.lerp(expected[name], weights[name], 1 - decay) for name in weights}
-        before = history[-1]
-        saved = average.state_dict()
-        with average.applied():
-            self._assert_close(expected, run.weights(), "average: the model inside applied()")
-        self._assert_equal(before, run.weights(), "average: the model after applied()")
-        means = {name: sum(one[name] for one in history[1:]) / len(history[1:]) for name in before}
-        with mean.applied():
-            self._assert_close(means, run.weights(), "mean of all updates")
-        again = WeightAverage(run.prepared, decay=decay)
-        again.load_state_dict(saved)
-        with again.applied():
-            self._assert_close(expected, run.weights(), "average: loaded")
+        """Check an average of the weights: applied to the model, saved and loaded, and the mean of all updates."""
+        run = self._start(context, self._case(windows=[1] * 5))
+        check_average(run, self._assert_close)
         run.backend.close()
 
     def check_two_models(self, context: Context) -> None:
@@ -393,10 +376,6 @@ class BackendContract:
 
     def _dtype_of(self, case: Case) -> torch.dtype:
         return self.dtype if case.mode == "no" else torch.float32
-
-    def _assert_equal(self, expected: dict[str, Tensor], found: dict[str, Tensor], what: str) -> None:
-        odd = [name for name, value in expected.items() if not torch.equal(value, found[name])]
-        assert not odd, f"{what}: {odd} have other bits"
 
     def _assert_close(
         self, expected: dict[str, Tensor], found: dict[str, Tensor], what: str, tolerance: float | None = None
