@@ -39,7 +39,10 @@ def ran(folder: Path, source: str) -> tuple[int, list[str]]:
 def test_each_host_knows_which_it_is_and_has_the_words_and_variables(tmp_path: Path) -> None:
     names = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "SAID")
     source = f"import os; print(*(os.environ[n] for n in {names}), os.getcwd())"
-    assert ran(tmp_path, source) == (0, [f"{n} a,b it's $HOME of {tmp_path.name} {tmp_path}" for n in range(2)])
+    assert ran(tmp_path, source) == (
+        0,
+        [f"{n} a,b it's $HOME of {tmp_path.name} {tmp_path}" for n in range(2)],
+    )
 
 
 def test_no_value_of_a_variable_stands_on_a_command_line(tmp_path: Path) -> None:
@@ -57,8 +60,11 @@ def test_where_the_remote_shell_has_ended_the_command_saves_and_has_no_other_inp
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nprint('begins', flush=True); time.sleep(60)"
     )
     _, of_host = planned(tmp_path, source).files.values()
-    with subprocess.Popen(["sh", "-s", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as shell:
-        assert shell.stdin is not None and shell.stdout is not None
+    with subprocess.Popen(
+        ["sh", "-s", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as shell:
+        assert shell.stdin is not None
+        assert shell.stdout is not None
         shell.stdin.write(of_host)
         shell.stdin.flush()
         assert shell.stdout.readline() == "begins\n"
@@ -97,13 +103,16 @@ def test_hosts_that_saved_start_again(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_planned_is_refused(changes: dict[str, object], words: str) -> None:
     request = JobRequest(**{  # pyright: ignore[reportArgumentType]
-        "name": "x", "command": ("true",), "folder": Path(), "options": {"hosts": "a,b"}, "environment": WIRED, **changes,
+        "name": "x", "command": ("true",), "folder": Path(), "options": {"hosts": "a,b"}, "environment": WIRED,
+        **changes,
     })  # fmt: skip
     with pytest.raises(ClusterError, match=words):
         TpuPod().plan(request)
 
 
-@pytest.mark.parametrize("changes", [{"device": "cpu", "mixed_precision": "fp16"}, {"options": {"hosts": "a"}}])
+@pytest.mark.parametrize(
+    "changes", [{"device": "cpu", "mixed_precision": "fp16"}, {"options": {"hosts": "a"}}]
+)
 def test_without_tpus_and_on_one_host_no_wiring_is_asked_for(changes: dict[str, Any]) -> None:
     request = JobRequest(
         name="x", command=("true",), folder=Path(), **{"options": {"hosts": "a,b"}, **changes}

@@ -74,7 +74,9 @@ class TpuPod(Local):
                 "tpu-pod: name the hosts of the slice in the order of their workers: --option hosts=HOST,HOST"
             )
         if repeated := [host for host in dict.fromkeys(hosts) if hosts.count(host) > 1]:
-            raise ClusterError(f"--option hosts={','.join(hosts)}: names {repeated[0]} twice; name each host once")
+            raise ClusterError(
+                f"--option hosts={','.join(hosts)}: names {repeated[0]} twice; name each host once"
+            )
         if request.num_nodes not in (1, len(hosts)):
             raise ClusterError(
                 f"tpu-pod: num_nodes={request.num_nodes}, but {len(hosts)} hosts are given: leave it out"
@@ -85,9 +87,7 @@ class TpuPod(Local):
         path = request.log_dir.absolute() / f"{file_stem(request)}.host.sh"
         lines = [_on_host([*remote, host, f"exec sh -s {n}"], path) for n, host in enumerate(hosts)]
         script = "\n".join(["pids=", *lines, _WAIT.replace("{resume}", str(RESUME_EXIT_CODE))])
-        of_machine = replace(
-            request, command=("sh", "-c", script), options={}, num_nodes=1, environment={}
-        )
+        of_machine = replace(request, command=("sh", "-c", script), options={}, num_nodes=1, environment={})
         planned = plan_local(of_machine)
         return replace(planned, files={**planned.files, path: _host_script(request, hosts)}, request=request)
 
@@ -108,8 +108,8 @@ def _check_for_tpus(request: JobRequest, num_hosts: int) -> None:
         return
     if _WIRING.fullmatch(wiring) is None:
         raise ClusterError(
-            f"{TOPOLOGY}={wiring}: must be the number of devices along each dimension of the whole slice, three or four "
-            "numbers from 1 on between commas, such as 2,4,1"
+            f"{TOPOLOGY}={wiring}: must be the number of devices along each dimension of the whole slice, three or "
+            "four numbers from 1 on between commas, such as 2,4,1"
         )
     wired = prod(map(int, wiring.split(",")))
     allowed = [num_hosts * each for each in ((of_host,) if of_host else _DEVICES_OF_A_HOST)]
@@ -164,6 +164,6 @@ def _host_script(request: JobRequest, hosts: Sequence[str]) -> str:
 
 
 def _on_host(words: list[str], script: Path) -> str:
-    """Return the line that has a shell on a host read a script, in the background; empty lines follow until it ends."""
+    """Return the line that has a shell on a host read a script, and empty lines until it ends, in the background."""
     feed = f"cat {shlex.quote(str(script))}; while sleep 1 && echo; do :; done 2>/dev/null"
     return f'{{ {feed}; }} | {shlex.join(words)} & pids="$pids $!"'
