@@ -57,7 +57,8 @@ def test_no_value_of_a_variable_stands_on_a_command_line(tmp_path: Path) -> None
 def test_where_the_remote_shell_has_ended_the_command_saves_and_has_no_other_input(tmp_path: Path) -> None:
     source = (
         "import signal, sys, time\nassert sys.stdin.read() == ''\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nprint('begins', flush=True); time.sleep(60)"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nprint('begins', flush=True)\n"
+        "while True: time.sleep(0.1)"  # a signal just before a long sleep would not end it
     )
     _, of_host = planned(tmp_path, source).files.values()
     with subprocess.Popen(

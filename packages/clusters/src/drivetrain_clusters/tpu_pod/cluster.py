@@ -142,7 +142,7 @@ exec 3<&0 </dev/null
 {command} 3<&- &
 child=$!
 trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP
-{{ while read -r line; do :; done; kill -TERM $$; }} <&3 >/dev/null 2>&1 &
+{{ while read -r line; do :; done; kill -TERM "$child"; }} <&3 >/dev/null 2>&1 &
 watch=$!
 wait "$child"; code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
