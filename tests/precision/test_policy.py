@@ -42,7 +42,7 @@ def test_auto_takes_the_best_native_mode_and_says_why() -> None:
     ("mode", "kind", "message"),
     [
         ("fp12", "cpu", r"mixed_precision='fp12': must be one of 'no', 'fp16'"),
-        ("fp16", "xla", r"cannot compute in it .* it can do 'no', 'bf16'"),
+        ("fp16", "xla", r"\(not all devices of XLA compute in fp16\); it can do 'no', 'bf16'"),
         ("fp16", "hpu", r"cannot compute in it .* it can do 'no', 'bf16'"),
         ("bf16", "meta", "it can do 'no'"),
     ],

@@ -70,6 +70,13 @@ def test_sizes_that_fit_no_world_are_refused(said: dict[str, int], message: str)
         ParallelDims(**said).plan(8)
 
 
+def test_an_axis_that_a_backend_lacks_is_refused_with_what_to_do() -> None:
+    refused = {"tensor": "leave it out", "expert": "say shard"}
+    with pytest.raises(ValueError, match=r"^expert=2 under backend='x': say shard$"):
+        ParallelDims(shard=2, tensor=1, expert=2).check_axes("x", refused)
+    ParallelDims(shard=2, tensor=-1).check_axes("x", refused)
+
+
 @given(sizes, st.integers(1, 3))
 def test_plans_cover_the_world_and_number_the_data_shards(said: dict[str, int], more: int) -> None:
     world_size = prod(said.values()) * (1 if "data" in said else more)

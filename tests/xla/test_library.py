@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from drivetrain_backends import BackendNotInstalledError
+from drivetrain_config import Layers
+from drivetrain_state.mesh import AXES
+from drivetrain_xla import XLASettings
 from drivetrain_xla.library import check_installed
 from optional_modules import skip_without
 
@@ -44,7 +47,26 @@ def test_a_missing_library_is_named_with_the_torch_that_it_wants() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch-xla is installed")
 def test_a_device_that_only_torch_xla_brings_is_refused() -> None:
     message = run("make()")
-    assert "device='xla': this machine has none that torch can use; torch-xla 2.9 brings it" in message
+    assert "has none that torch can use; install torch-xla (pip install 'torch==2.9.*'" in message
+
+
+def test_axes_are_refused_with_what_xla_has_in_their_place() -> None:
+    message = run("Accelerator(backend='xla', sections={'parallel': {'tensor': 2}})")
+    assert "tensor=2 under backend='xla': one process drives all devices" in message
+    assert set(XLASettings.refused_axes) == {*AXES, "expert"}
+
+
+def test_the_launcher_refuses_axes_before_any_process_starts() -> None:
+    skip_without("drivetrain_launcher")
+    from drivetrain_launcher import LaunchError
+    from drivetrain_launcher.cli.preflight import check_parallel
+    from drivetrain_launcher.plan.resolved_launch import resolve_launch
+
+    layers = Layers.read(command_line={"run": {"backend": "xla"}, "parallel": {"tensor": "2"}})
+    with pytest.raises(
+        LaunchError, match=r"tensor=2 under backend='xla': .* say xla\.spmd=data to cut batches"
+    ):
+        check_parallel(resolve_launch(layers), 1)
 
 
 def test_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +109,12 @@ def test_an_extension_that_does_not_load_is_an_error_of_the_device(tmp_path: Pat
             {},
             "xla.spmd='data': a tensor was made on an XLA device before, after which SPMD cannot begin",
         ),
+        (
+            "make()",
+            {"CPU_NUM_DEVICES": "banana"},
+            "CPU_NUM_DEVICES=banana: must be a number of devices from 1",
+        ),
+        ("make()", {"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES=0: must be a number of devices from 1 on"),
         ("make(spmd='data'); make(spmd='off')", {}, "xla.spmd='off': SPMD has begun in this process"),
     ],
 )

@@ -96,10 +96,8 @@ class TpuPodContract(ClusterContract):
         return make_request(folder=directory, log_dir=directory / "logs", num_nodes=1, options=options)
 
     def words(self, submission: Submission) -> tuple[str, ...]:
-        (script,) = submission.files.values()
-        of_hosts = shlex.split(script.partition("$restarts\n")[2].rpartition(" &\n    child=")[0])[-1]
-        line = of_hosts.partition("pids=\n")[2].partition(" & pids=")[0]
-        return tuple(shlex.split(shlex.split(line)[-1].partition(" && exec env ")[2])[2:])
+        _, of_host = submission.files.values()
+        return tuple(shlex.split(of_host.partition("</dev/null\n")[2].partition(" 3<&- &\n")[0]))
 
 
 class KubernetesContract(ClusterContract):

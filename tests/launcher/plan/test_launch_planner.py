@@ -109,6 +109,12 @@ AGREE = {**HEAD, "rdzv_backend": "c10d"}
     ("settings", "host", "message"),
     [
         ({}, Host(accelerator="cuda"), "no cuda device that torch can use: say --cpu"),
+        ({}, Host(accelerator="xla"), r"torch can use: install torch-xla \(pip install .*; or say --cpu"),
+        (
+            {},
+            Host(accelerator="tpu"),
+            r"torch can use: install torch_tpu \(pip install 'drivetrain\[tpu\]'\)",
+        ),
         (
             {"num_processes": 9},
             EIGHT,

@@ -52,6 +52,13 @@ def test_a_request_holds_what_was_said() -> None:
     assert request.command == (*line.split(), "train.py", "--lr", "1e-3")
 
 
+@needs_umbrella
+def test_a_request_holds_the_device_and_the_precision_of_the_run() -> None:
+    request = planned(said={"run": {"mixed_precision": "fp16"}, "state": {"device": "tpu"}}).request
+    assert (request.device, request.mixed_precision) == ("tpu", "fp16")
+    assert (planned().request.device, planned().request.mixed_precision) == ("auto", "no")
+
+
 @pytest.mark.parametrize(
     ("said", "accelerators", "expected"),
     [

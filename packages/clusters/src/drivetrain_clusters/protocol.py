@@ -77,6 +77,8 @@ class JobRequest:
         save_seconds: The time before the limit, or after a preemption, at which the job is told to save.
         max_requeues: The number of times that a preempted or timed-out job starts again.
         log_dir: The folder of the job's output.
+        device: The kind of device that the run is for, as `state.device` says it, or "cpu" by `run.cpu`.
+        mixed_precision: The precision of the run, as `run.mixed_precision` says it.
         environment: The variables to add to the environment of the job.
         options: The cluster's own options by name, such as {"partition": "gpu"} for Slurm.
     """
@@ -93,6 +95,8 @@ class JobRequest:
     save_seconds: int = 120
     max_requeues: int = 3
     log_dir: Path = Path("logs")
+    device: str = "auto"
+    mixed_precision: str = "no"
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     options: Mapping[str, str] = field(default_factory=dict[str, str])
 

@@ -33,8 +33,9 @@ _BY_KIND: dict[str, dict[str, Support]] = {
     "npu": _modes("Ascend NPUs compute in fp16", "Ascend NPUs compute in bf16"),
     "mlu": _modes("Cambricon MLUs compute in fp16", "Cambricon MLUs compute in bf16"),
     "hpu": _modes("Gaudi trains in bf16", "Gaudi computes in bf16", levels=("none", "native")),
-    **dict.fromkeys(
-        ("tpu", "xla"), _modes("TPUs have no fp16 units", "TPUs compute in bf16", levels=("none", "native"))
+    "tpu": _modes("TPUs have no fp16 units", "TPUs compute in bf16", levels=("none", "native")),
+    "xla": _modes(
+        "not all devices of XLA compute in fp16", "XLA's devices compute in bf16", levels=("none", "native")
     ),
 }
 _AMPERE = (8, 0)

@@ -166,9 +166,7 @@ def _choose_device(kind: str, index: int | None, topology: Topology) -> torch.de
         return torch.device("cpu")
     count = device_count(kind)
     if count == 0:
-        how = (
-            "torch-xla 2.9 brings it, for torch 2.9 alone" if kind == "xla" else "say device='cpu' or 'auto'"
-        )
+        how = f"{traits_of(kind).remedy}say device='cpu' or 'auto'"
         raise DeviceError(f"device={kind!r}: this machine has none that torch can use; {how}")
     chosen = topology.local_rank if index is None else index
     if chosen >= count:

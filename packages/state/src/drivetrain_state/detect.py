@@ -171,6 +171,11 @@ def _count_xla() -> int:
     """Return the number of XLA devices of this process; DeviceError if the one that PJRT_DEVICE names is missing."""
     if (runtime := _xla_runtime()) is None:
         return 0
+    said = environ.read("CPU_NUM_DEVICES")
+    if said is not None and not (
+        said.isascii() and said.isdecimal() and int(said)
+    ):  # torch-xla 2.9 would crash
+        raise DeviceError(f"CPU_NUM_DEVICES={said}: must be a number of devices from 1 on, such as 4")
     try:
         # Not `addressable_device_count`, after which a process can no longer begin SPMD.
         return int(runtime.addressable_runtime_device_count())

@@ -182,6 +182,12 @@ class ParallelDims:
         """True if a size is set: without one, all processes are data parallel, and there is no mesh."""
         return any(getattr(self, name) is not None for name in (*AXES, "expert"))
 
+    def check_axes(self, backend: str, refused: Mapping[str, str]) -> None:
+        """Refuse sizes above 1 along axes that a backend does not have, each of which comes with what to do."""
+        for name, instead in refused.items():
+            if (size := getattr(self, name) or 1) > 1:
+                raise ValueError(f"{name}={size} under backend={backend!r}: {instead}")
+
     def plan(self, world_size: int) -> MeshPlan:
         """Plan the mesh of `world_size` processes; ValueError if the sizes do not multiply to it."""
         said: dict[str, int] = {name: size for name in AXES if (size := getattr(self, name)) is not None}

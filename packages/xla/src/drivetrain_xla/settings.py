@@ -1,5 +1,6 @@
 """The configuration section of the backend: `xla`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
@@ -13,9 +14,15 @@ class XLASettings:
 
     Attributes:
         requires: The modules that the backend needs; `drivetrain config` names a missing module.
+        refused_axes: The parallel dimensions that the backend does not have, each with what to do.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("torch_xla",)
+    refused_axes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("pipeline", "data", "shard", "context", "tensor", "expert"),
+        "one process drives all devices, and XLA divides its work over them; leave it out, and say xla.spmd=data to "
+        "cut batches, or xla.spmd=shard to cut parameters too",
+    )
 
     spmd: Spmd | None = field(
         default=None,

@@ -116,6 +116,19 @@ def test_parallel_sizes_that_do_not_fit_are_refused_before_any_process_starts(
     assert not done.returncode, done.stderr
 
 
+def test_a_device_whose_library_does_not_load_is_an_error_without_a_traceback(
+    drivetrain_here: Callable, script: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = script("").parent
+    (folder / "torch_xla").mkdir()
+    (folder / "torch_xla" / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    done = drivetrain_here("launch", "--state-device", "xla", "script.py")
+    assert done.returncode == 2
+    assert done.stderr.startswith("drivetrain: error: torch-xla is installed and does not load")
+
+
 @pytest.mark.parametrize("name", ["json.py", "signal.py", "plan.py"])
 @pytest.mark.default_cases("signal.py")
 def test_a_script_may_be_called_as_a_module_is(drivetrain: Callable, script: Callable, name: str) -> None:

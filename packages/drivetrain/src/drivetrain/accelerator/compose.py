@@ -60,6 +60,9 @@ def compose(
     state = replace(
         given.state, hang_report_directory=given.state.hang_report_directory or given.run.project_dir
     )
+    if named is not None and named.settings_section is not None:
+        refused = getattr(named.settings_type, "refused_axes", {})
+        given.parallel.check_axes(named.settings_section, refused)
     parallelism = given.parallel if given.parallel.is_said else None
     context = connect(state, parallelism=parallelism, needs_group=needs_group)
     with ExitStack() as undo:

@@ -18,6 +18,7 @@ from drivetrain_config.plugins.registry import commands
 from drivetrain_launcher.errors import LaunchError, UsageError
 from drivetrain_launcher.module_summary import module_summary
 from drivetrain_messages import format_table, say, suggest
+from drivetrain_state.errors import DeviceError
 
 # The exit code for an invalid command line, as with argparse.
 _USAGE = 2
@@ -34,7 +35,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     """
     try:
         return _run(sys.argv[1:] if tokens is None else list(tokens), commands())
-    except (LaunchError, ClusterError, ConfigError) as error:
+    except (LaunchError, ClusterError, ConfigError, DeviceError) as error:
         say(f"error: {error}")
         return _USAGE
 

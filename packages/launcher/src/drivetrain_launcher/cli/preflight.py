@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
-from drivetrain_config import ConfigError, Layers, flags
+from drivetrain_config import ConfigError, Layers, flags, sections
 from drivetrain_config.files.settings_file import check_json_object
 from drivetrain_config.plugins.installed import entry_points
 from drivetrain_config.settings.plugin_names import check_plugins, word_pattern
@@ -29,9 +29,12 @@ ScriptCheck = Callable[[ast.Module, ResolvedLaunch], str | None]
 
 
 def check_parallel(resolved: ResolvedLaunch, world_size: int) -> None:
-    """Reject sizes of parallel dimensions that do not fit the number of processes."""
+    """Reject sizes of parallel dimensions that the backend does not have, or that do not fit the processes."""
     if (dims := resolved.sections.get("parallel")) is not None:
+        backend = str(resolved.sections["run"].value.backend) if "run" in resolved.sections else ""
+        settings = sections(only={backend}).get(backend)  # a backend has the name of its section
         try:
+            dims.value.check_axes(backend, getattr(settings, "refused_axes", {}))
             dims.value.plan(world_size)
         except ValueError as error:
             raise LaunchError(f"the section parallel: {error}") from None

@@ -12,6 +12,7 @@ from drivetrain_launcher.plan.host_detection import VISIBILITY_VARIABLES, Host
 from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget
 from drivetrain_launcher.plan.tpu_host import TpuHost, tpu_environment
 from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
+from drivetrain_state.device_traits import traits_of
 
 if TYPE_CHECKING:
     from drivetrain_launcher.plan.core_binding import CoreBinding
@@ -154,8 +155,8 @@ def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tupl
     what = f"{host.accelerator} device{'s' if available != 1 else ''}"
     if host.accelerator is not None and available == 0:
         raise LaunchError(
-            f"this node has no {host.accelerator} device that torch can use: say --cpu to train on the CPU, or do "
-            "not set the kind of device"
+            f"this node has no {host.accelerator} device that torch can use: {traits_of(host.accelerator).remedy}"
+            "say --cpu to train on the CPU, or do not set the kind of device"
         )
     asked = settings.processes_per_node
     if asked is None and settings.num_processes is not None:

@@ -65,6 +65,11 @@ class ResolvedLaunch:
         return "cpu" if wants_cpu else self.sections["state"].value.device
 
     @property
+    def mixed_precision(self) -> str:
+        """The requested precision, "no" without the umbrella package."""
+        return self.sections["run"].value.mixed_precision if "run" in self.sections else "no"
+
+    @property
     def file_notes(self) -> tuple[str, ...]:
         """A note of a settings file that the user did not name."""
         file = self.layers.file

@@ -64,6 +64,8 @@ def plan_job(
         max_requeues=arguments.max_requeues,
         # The job runs in another folder, and is followed from a third.
         log_dir=(resolved.launch.log_dir or _DEFAULT_LOG_DIR).absolute(),
+        device=resolved.device,
+        mixed_precision=resolved.mixed_precision,
         environment={**line.environment, **variables},
         options=read_options(arguments.option),
     )
