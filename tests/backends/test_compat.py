@@ -5,6 +5,7 @@ The kernels over many gradients are tested in gradients/test_multi_tensor.py.
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -183,3 +184,14 @@ def test_functions_run_after_every_gradient_in_the_order_in_which_they_were_queu
     loss.register_hook(lambda _: compat.call_after_backward(lambda: order.append("first")))
     loss.backward()
     assert order == ["gradient", "first", "second"]
+
+
+def test_compilations_are_told_with_why_they_were_done_again() -> None:
+    begun = time.time()
+    double = torch.compile(lambda x: x + x, backend="aot_eager")
+    for size in (2, 3):
+        double(torch.ones(size))
+    (first, why), (again, reason) = compat.compilations(begun)
+    assert min(first, again) > 0
+    assert why is None
+    assert "size mismatch" in (reason or "")

@@ -40,6 +40,20 @@ def foreach_unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor)
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
 
 
+def compilations(since: float) -> list[tuple[float, str | None]]:
+    """Return the seconds of each compilation of a forward, and why it was done again, if it was; the last 64 at most.
+
+    Args:
+        since: The time of the first, in seconds since the epoch.
+    """
+    from torch._dynamo.utils import get_compilation_metrics  # a second, where nothing is compiled
+
+    found = [
+        one for one in get_compilation_metrics() if one.is_forward and (one.end_time_us or 0) >= since * 1e6
+    ]
+    return [(one.entire_frame_compile_time_s or 0.0, one.recompile_reason) for one in found]
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Have torch call a function at the end of the backward that this thread runs.
 

@@ -11,6 +11,35 @@ def _setting(default: Any, text: str, *, ask: str = "", needs: str = "") -> Any:
     return field(default=default, metadata={key: value for key, value in metadata.items() if value})
 
 
+_WORDS = {"activation_checkpointing": ("none", "full", "selective"), "compile": ("none", "blocks", "whole")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """The settings of what becomes of every model before its backend prepares it, whichever backend that is."""
+
+    activation_checkpointing: Literal["none", "full", "selective"] = _setting(
+        "none",
+        "Recomputation of activations in backward: full for each block, selective for all but matrix products and "
+        "attention.",
+    )
+    compile: Literal["none", "blocks", "whole"] = _setting(
+        "none", "What torch.compile takes as one: each block by itself, or the whole model."
+    )
+    compile_backend: str = _setting("inductor", "Backend of torch.compile.", needs="compile!=none")
+    blocks: tuple[str, ...] | None = _setting(
+        None,
+        "Classes of the blocks that are recomputed or compiled; unset: the model's own choice, or the modules of its "
+        "lists.",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown word; the message begins with the field's name."""
+        for name, words in _WORDS.items():
+            if (given := getattr(self, name)) not in words:
+                raise ValueError(f"{name}={given!r}: must be one of {', '.join(words)}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDPSettings:
     """The settings by which DistributedDataParallel buckets, compresses and reduces gradients.

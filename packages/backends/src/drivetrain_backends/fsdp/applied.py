@@ -60,6 +60,7 @@ _MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
 
 def _read_back_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:
     """Return the fields whose values depend on the modules of the models."""
+    recomputes = settings.activation_checkpointing
     blocks = [model.module.get_submodule(name) for model in models for name in model.plan.blocks]
     blocks = [block for block in blocks if not holds_experts(block)]
     regions = blocks or [model.module for model in models]
@@ -73,8 +74,9 @@ def _read_back_models(models: Sequence[ShardedModel], settings: FSDPSettings) ->
         if settings.upcast
         else any(model.upcast for model in models),
         "prefetch": max(ahead),
-        "activation_checkpointing": checkpointing_of(regions[0]),
-        "compile_regions": all("forward" in vars(region) for region in regions),
+        # Of what these settings ask; the section `model` may have changed blocks before.
+        "activation_checkpointing": "none" if recomputes == "none" else checkpointing_of(regions[0]),
+        "compile_regions": settings.compile_regions and all("forward" in vars(region) for region in regions),
     }
 
 

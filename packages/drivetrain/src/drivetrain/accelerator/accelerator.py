@@ -507,8 +507,10 @@ class Accelerator(Ranks, Training, Saving, Results):
             self._half_check and self._half_check.finish,
             watch and (watch.close if has_failed else watch.finish),
             fp8 and fp8.finish,
+            self._tell_compiled,
             parts.trackers.finish,
             parts.backend.close,
+            parts.changes.undo,
             fp8 and fp8.release,
             fp8 and fp8.close,
             parts.context.close,
@@ -536,6 +538,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         """
         self._parts.checkpointers.wait_for_copies()
         self._parts.backend.close()
+        self._parts.changes.undo()
         if self._parts.fp8 is not None:
             self._parts.fp8.release()
         self._parts.prepared.clear()

@@ -16,6 +16,7 @@ from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.global_batch import scale_accumulation, warn_if_changed
 from drivetrain.settings import RunSettings, usual_backend
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, SupportsWaitWatch
+from drivetrain_backends.modules.block_changes import BlockChanges
 from drivetrain_config import ConfigError, Layers
 from drivetrain_config.settings.unread import find_unread
 from drivetrain_data import LoaderTracker, Shard
@@ -137,6 +138,7 @@ def _build(
         shard=shard,
         policy=policy,
         backend=backend,
+        changes=BlockChanges(given.model),
         prepared=PreparedObjects([reading.mark_stepped]),
         reading=reading,
         checkpointers=Checkpointers(context, given.checkpoint, run.project_dir),

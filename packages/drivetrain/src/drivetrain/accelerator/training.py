@@ -1,5 +1,6 @@
 """Lengths of schedules, clipping, manual gradients, the loss scale and the batch size that fits."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from math import ceil
@@ -27,6 +28,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _FACT = "executable batch size"  # the name under which the plan tells it
+
+logger = logging.getLogger(__name__)
 
 
 class Training(HasParts):
@@ -70,6 +73,11 @@ class Training(HasParts):
         """
         backend = self._parts.backend
         backend.load_state_dict({**backend.state_dict(), "scaler": state})
+
+    def _tell_compiled(self) -> None:
+        """Say what was compiled, and what it took."""
+        if self.context.topology.is_main and (said := self._parts.changes.compiled()) is not None:
+            logger.info("torch.compile: %s", said)
 
     def _tell_unreached(self) -> None:
         """Warn of schedules that training did not complete."""
@@ -263,4 +271,5 @@ class Training(HasParts):
     def _release_try(self) -> None:
         """Forget the objects that a failed try has prepared."""
         self._parts.backend.close()
+        self._parts.changes.undo()
         self._parts.prepared.clear()

@@ -10,6 +10,7 @@ from drivetrain.parts.open_backend import OpenBackend
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain.settings import RunSettings
 from drivetrain_backends import Backend
+from drivetrain_backends.modules.block_changes import BlockChanges
 from drivetrain_config import Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Policy
@@ -35,6 +36,7 @@ class Parts:
         shard: The shard of the data that this rank reads.
         policy: The precision policy of the run.
         backend: The backend that trains the models.
+        changes: What the run changes in every model before its backend prepares it.
         prepared: The models, optimizers, schedulers and loaders prepared so far.
         reading: The loaders being read; the current one knows its epoch's tail.
         checkpointers: The checkpointers used so far.
@@ -51,6 +53,7 @@ class Parts:
     shard: Shard
     policy: Policy
     backend: Backend
+    changes: BlockChanges
     prepared: PreparedObjects
     reading: LoaderTracker
     checkpointers: Checkpointers

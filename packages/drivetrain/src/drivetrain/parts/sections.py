@@ -7,6 +7,7 @@ from typing import Any
 
 from drivetrain.settings import RunSettings
 from drivetrain_backends import Backend
+from drivetrain_backends.settings import ModelSettings
 from drivetrain_checkpoint import CheckpointSettings
 from drivetrain_config import ConfigError, Layers, Resolved, Source, resolve, section_names
 from drivetrain_config import sections as installed_sections
@@ -57,6 +58,7 @@ class Sections:
         state: The `state` section.
         parallel: The `parallel` section.
         precision: The `precision` section.
+        model: The `model` section.
         checkpoint: The `checkpoint` section.
         tracking: The `tracking` section.
 
@@ -90,6 +92,7 @@ class Sections:
         self.state: StateSettings = self._resolve("state", StateSettings)
         self.parallel: ParallelDims = self._resolve("parallel", ParallelDims)
         self.precision: PrecisionSettings = self._resolve("precision", PrecisionSettings)
+        self.model: ModelSettings = self._resolve("model", ModelSettings)
         self._resolve("data", DataSettings)
         self.checkpoint: CheckpointSettings = self._resolve("checkpoint", CheckpointSettings)
         self.tracking: TrackingSettings = self._resolve("tracking", TrackingSettings)

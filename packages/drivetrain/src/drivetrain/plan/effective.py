@@ -94,6 +94,7 @@ def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
     sections: dict[str, Mapping[str, object]] = {
         "run": {**by_backend, **run},
         "precision": by_backend,
+        "model": parts.changes.applied(),
         "state": parts.context.applied(),
     }
     if parts.backend.settings_section is not None:

@@ -95,7 +95,7 @@ def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
     for model in found.models:
         check_trained_weights(model)
     if parts.fp8 is None:
-        models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
+        models = _prepare_changed(found, parts)
         everything = {*found.models, *(one.unwrap() for one in parts.prepared.models)}
         if (fact := describe_converted(everything)) is not None:  # the program has converted layers itself
             from drivetrain.fp8.fp8_training import LAYERS, check_gathers
@@ -107,13 +107,24 @@ def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
         return models
     facts = parts.fp8.convert(found.models)
     try:
-        models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
+        models = _prepare_changed(found, parts)
         parts.fp8.check()
     except BaseException:
         parts.fp8.undo()
         raise
     parts.facts.update(facts)
     return models
+
+
+def _prepare_changed(found: Sorted, parts: Parts) -> Sequence[Prepared]:
+    """Make the changes that the run asks for in every model, and have the backend prepare it."""
+    try:
+        parts.changes.apply(found.models)
+        return parts.backend.prepare(found.models, found.optimizers, found.schedulers)
+    except BaseException:
+        if not parts.prepared.models:
+            parts.changes.undo()
+        raise
 
 
 def _list_for(obj: object, found: Sorted, place: int) -> list[Any]:

@@ -1,0 +1,99 @@
+"""The changes that a run asks for in every model, before its backend prepares it: recomputed and compiled blocks."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain_backends.compat import compilations
+from drivetrain_backends.modules.activation_checkpointing import (
+    Checkpointing,
+    checkpoint_activations,
+    checkpointing_of,
+    restore_activations,
+)
+from drivetrain_backends.modules.compile import unwrap_compiled
+from drivetrain_backends.modules.wrap_policy import plan_blocks
+from drivetrain_backends.settings import ModelSettings
+
+MOST_TOLD = 64  # compilations that torch remembers
+
+
+class BlockChanges:
+    """What `ModelSettings` say of models, carried out in place and undone at the end; the same for every backend.
+
+    Hooks of a backend, such as those that gather parameters, run around what is recomputed or compiled.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        self._undo = ExitStack()
+        self._begun = time.time()
+        self._known, self._blocks = (
+            list[nn.Module](),
+            list[nn.Module](),
+        )  # models that were changed, and their blocks
+
+    def apply(self, models: Sequence[nn.Module]) -> None:
+        """Change models that were not changed before.
+
+        Raises:
+            ValueError: No module is of a class that `blocks` names, or one recomputes its activations already.
+        """
+        settings = self._settings
+        if settings.activation_checkpointing == settings.compile == "none":
+            return
+        for model in models:
+            inner = unwrap_compiled(model)
+            if any(inner is one for one in self._known):
+                continue
+            plan = plan_blocks(inner, settings.blocks, asked="model.blocks")
+            blocks = [inner.get_submodule(name) for name in plan.blocks] or [inner]
+            for block in blocks:
+                self._checkpoint(block, settings.activation_checkpointing)
+            for module in {"none": [], "blocks": blocks, "whole": [inner]}[settings.compile]:
+                self._compile(module)
+            self._known.append(inner)
+            self._blocks += blocks
+
+    def applied(self) -> dict[str, object]:
+        """Return the kind of activation checkpointing in force, read back from a changed block; empty without one."""
+        if self._settings.activation_checkpointing == "none" or not self._blocks:
+            return {}
+        return {"activation_checkpointing": checkpointing_of(self._blocks[-1])}
+
+    def undo(self) -> None:
+        """Give models their forwards back."""
+        self._undo.close()
+        self._known.clear()
+        self._blocks.clear()
+
+    def compiled(self) -> str | None:
+        """Return in words what this process has compiled, in which time, and why again; None if nothing."""
+        if self._settings.compile == "none" or not (found := compilations(self._begun)):
+            return None
+        again = [reason for _, reason in found if reason]
+        number = f"{len(found)} graphs{' or more' if len(found) >= MOST_TOLD else ''}"
+        said = f"{number} in {sum(seconds for seconds, _ in found):.3g} s"
+        return said if not again else f"{said}; {len(again)} of them again, the last since {again[-1]}"
+
+    def _checkpoint(self, block: nn.Module, kind: Checkpointing) -> None:
+        if (
+            checkpointing_of(block) == kind
+        ):  # of a model that stayed sharded, whose class keeps what it was made of
+            return
+        checkpoint_activations([block], kind)
+        made = type(block)
+        self._undo.callback(lambda: restore_activations(block) if type(block) is made else None)
+
+    def _compile(self, module: Any) -> None:
+        before = module.__dict__.get("forward")
+        module.forward = torch.compile(module.forward, backend=self._settings.compile_backend)
+        restore = (
+            partial(setattr, module, "forward", before) if before else partial(delattr, module, "forward")
+        )
+        self._undo.callback(restore)

@@ -1,0 +1,125 @@
+"""Blocks that are recomputed or compiled by one setting train as plain ones, under every backend."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from drivetrain import ParallelDims
+from drivetrain_backends.modules.activation_checkpointing import checkpointing_of
+from plain_loop.accelerated import DDP, FSDP, SINGLE, accelerator_of, take_steps, weights_of
+from planned_models import Perceptron
+
+NUM_STEPS = 3
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return (model(torch.randn(4, 6, generator=generator)) - 1).square().mean()
+
+
+def start(
+    backend: str, settings: dict[str, Any], model: nn.Module, **options: Any
+) -> tuple[Any, nn.Module, Any]:
+    accelerator = accelerator_of(backend, sections={"model": settings}, **options)
+    return accelerator, *accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return Perceptron(6)
+
+
+def check(backend: str, settings: dict[str, Any], **options: Any) -> None:
+    plain = model_of()
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        loss_of(plain, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = model_of()
+    accelerator, prepared, optimizer = start(backend, settings, model, **options)
+    take_steps(accelerator, prepared, optimizer, lambda step: loss_of(prepared, step), range(NUM_STEPS))
+    found = weights_of(accelerator, prepared)
+    assert found.keys() == plain.state_dict().keys()
+    torch.testing.assert_close(found, dict(plain.state_dict()))
+    block: Any = accelerator.unwrap_model(prepared).get_submodule("layers.0")
+    assert checkpointing_of(block) == settings.get("activation_checkpointing", "none")
+    assert ("forward" in vars(block)) == (settings.get("compile") == "blocks")
+    accelerator.end_training()
+    if backend != "fsdp":  # whose shards stay
+        assert type(block) is nn.Sequential
+    assert "forward" not in vars(block)
+
+
+RECOMPUTED = {"activation_checkpointing": "full"}
+SELECTIVE = {"activation_checkpointing": "selective"}
+COMPILED = {"compile": "blocks", "compile_backend": "aot_eager"}
+WHOLE = {"compile": "whole", "compile_backend": "aot_eager"}
+
+
+@pytest.mark.parametrize("settings", [RECOMPUTED, SELECTIVE, COMPILED, WHOLE, RECOMPUTED | COMPILED], ids=str)
+@pytest.mark.parametrize("backend", [SINGLE, DDP, FSDP])
+def test_a_changed_model_trains_as_a_plain_one(backend: str, settings: dict[str, Any]) -> None:
+    check(backend, settings)
+
+
+@pytest.mark.ranks(2, timeout_seconds=170)
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_engines_train_a_changed_model_too(stage: int) -> None:
+    check(f"deepspeed-{stage}", RECOMPUTED)
+
+
+@pytest.mark.ranks(2)
+def test_divided_layers_are_recomputed() -> None:
+    check("ddp", RECOMPUTED, parallelism=ParallelDims(tensor=2))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's, compiling again
+def test_two_accelerators_change_a_model_in_a_row() -> None:
+    model = model_of()
+    for _ in range(2):
+        accelerator, prepared, _ = start("single", RECOMPUTED | COMPILED, model)
+        loss_of(prepared, 0).backward()
+        accelerator.end_training()
+
+
+def test_blocks_are_named_by_their_class() -> None:
+    model = model_of()
+    with pytest.raises(
+        ValueError, match=r"model\.blocks=Attention: no model has a module of that class.*Linear"
+    ):
+        start("single", RECOMPUTED | {"blocks": ("Attention",)}, model)
+    accelerator, *_ = start("single", RECOMPUTED | {"blocks": ("Linear",)}, model)
+    kinds = {name: checkpointing_of(model.get_submodule(name)) for name in ("layers.0", "layers.0.0")}
+    assert kinds == {"layers.0": "none", "layers.0.0": "full"}
+    accelerator.end_training()
+
+
+def test_blocks_that_are_recomputed_twice_are_refused() -> None:
+    sections = {"model": RECOMPUTED, "fsdp": RECOMPUTED}
+    with (
+        accelerator_of("fsdp", sections=sections) as accelerator,
+        pytest.raises(ValueError, match="already checkpoints its activations"),
+    ):
+        accelerator.prepare(model_of())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's, compiling again
+def test_what_was_compiled_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "drivetrain")
+    accelerator, model, _ = start("single", COMPILED, model_of())
+    for size in (2, 3):
+        model(torch.ones(size, 6))
+    accelerator.end_training()
+    (said,) = [record.message for record in caplog.records if record.message.startswith("torch.compile")]
+    assert "graphs in" in said
+    assert "of them again, the last since" in said
+    assert "tensor 'args[0]'" in said
