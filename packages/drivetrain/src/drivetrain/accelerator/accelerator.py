@@ -19,6 +19,7 @@ from drivetrain.accelerator.choose_trackers import LogWith, split_log_with
 from drivetrain.accelerator.compose import compose
 from drivetrain.accelerator.foreign_names import refuse_arguments, refuse_attribute
 from drivetrain.accelerator.half_check import HalfCheck
+from drivetrain.accelerator.loss_watch import LossWatch
 from drivetrain.accelerator.ranks import Ranks
 from drivetrain.accelerator.results import Results
 from drivetrain.accelerator.training import Training
@@ -129,6 +130,9 @@ class Accelerator(Ranks, Training, Saving, Results):
         checks_half = parts.resolved["precision"].value.check_half
         is_main = parts.context.topology.is_main
         self._half_check = HalfCheck(parts.prepared, is_main=is_main) if checks_half else None
+        # A loss scale skips such steps itself.
+        is_watched = is_main and self.settings.nonfinite_gradients == "ignore" and parts.policy.mode != "fp16"
+        self._loss_watch = LossWatch(parts) if is_watched else None
         self._micro_batch = MicroBatch(parts, check=self._half_check)
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
@@ -400,6 +404,8 @@ class Accelerator(Ranks, Training, Saving, Results):
         batch = parts.reading.plan(loader)
         if batch is not None and not batch.even:
             loss, count = weigh(loss, count, batch, parts.shard.index)
+        if self._loss_watch is not None:
+            self._loss_watch.note(loss)
         options = ONCE
         if retain_graph or create_graph or inputs is not None:
             options = BackwardOptions(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
@@ -505,6 +511,7 @@ class Accelerator(Ranks, Training, Saving, Results):
             None if has_failed else self._tell_unreached,
             parts.checkpointers.close,
             self._half_check and self._half_check.finish,
+            self._loss_watch and self._loss_watch.finish,
             watch and (watch.close if has_failed else watch.finish),
             fp8 and fp8.finish,
             self._tell_compiled,
