@@ -24,7 +24,7 @@ MOST_TOLD = 64  # compilations that torch remembers
 
 
 class BlockChanges:
-    """What `ModelSettings` say of models, carried out in place and undone at the end; the same for every backend.
+    """The changes of `ModelSettings`, made in place and undone at the end; the same for every backend.
 
     Hooks of a backend, such as those that gather parameters, run around what is recomputed or compiled.
     """

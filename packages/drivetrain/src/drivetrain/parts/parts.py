@@ -36,7 +36,7 @@ class Parts:
         shard: The shard of the data that this rank reads.
         policy: The precision policy of the run.
         backend: The backend that trains the models.
-        changes: What the run changes in every model before its backend prepares it.
+        changes: The changes that the run makes in every model before its backend prepares it.
         prepared: The models, optimizers, schedulers and loaders prepared so far.
         reading: The loaders being read; the current one knows its epoch's tail.
         checkpointers: The checkpointers used so far.
