@@ -20,6 +20,7 @@ READ_ALWAYS = {
     "fsdp": "strategy shard_size wrap min_num_params upcast broadcast_buffers check_optimizers offload pin_memory "
     "prefetch activation_checkpointing compile_regions",
     "megatron": "find_unused_parameters bucket_size_mb check_drift_every",
+    "model": "activation_checkpointing compile",
     "parallel": "data shard context tensor pipeline expert",
     "precision": "check_half param_dtype reduce_dtype output_dtype buffer_dtype keep_fp32 weight_update "
     "watch_underflow",

@@ -31,6 +31,7 @@ class ModelSettings:
         None,
         "Classes of the blocks that are recomputed or compiled; unset: the model's own choice, or the modules of its "
         "lists.",
+        needs="activation_checkpointing!=none or compile!=none",
     )
 
     def __post_init__(self) -> None:
