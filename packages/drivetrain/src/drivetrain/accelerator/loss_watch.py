@@ -20,7 +20,7 @@ class LossWatch:
 
     def __init__(self, parts: Parts) -> None:
         device = parts.context.device
-        self._parts = parts
+        self._device = device  # and not the parts, whose step calls this: a cycle would keep the models
         self._loss: Tensor | None = None
         self._copy = torch.zeros((), pin_memory=device.type != "cpu" and traits_of(device.type).copies_aside)
         self._num_steps = self._seen = 0
@@ -34,8 +34,8 @@ class LossWatch:
     def finish(self) -> None:
         """Look at the last loss."""
         self._look()
-        if self._loss is not None and self._parts.context.device.type != "cpu":
-            torch.accelerator.synchronize(self._parts.context.device)
+        if self._loss is not None and self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         self._tell()
 
     def _end_step(self) -> None:
@@ -43,7 +43,7 @@ class LossWatch:
         if self._num_steps % _EVERY == 0:
             self._tell()
             self._look()
-            if self._parts.context.device.type == "cpu":
+            if self._device.type == "cpu":
                 self._tell()
 
     def _look(self) -> None:
