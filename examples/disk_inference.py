@@ -5,9 +5,9 @@ Without a folder, a small Llama with random weights is saved first, so that noth
 python examples/disk_inference.py
 python examples/disk_inference.py MODEL_FOLDER --memory cpu=60GB --memory 0=20GB
 
-MODEL_FOLDER is what `save_pretrained` wrote, or `huggingface_hub.snapshot_download`. One process spreads the model over
-all of its devices; for more throughput, start one process for each part of the prompts. There is nothing to resume:
-the weights stay in the files of MODEL_FOLDER, and a second start reads them there.
+MODEL_FOLDER is what `save_pretrained` wrote, or `huggingface_hub.snapshot_download`. One process spreads the model
+over all of its devices; for more throughput, start one process for each part of the prompts. There is nothing to
+resume: the weights stay in the files of MODEL_FOLDER, and a second start reads them there.
 """
 
 import argparse

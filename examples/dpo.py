@@ -44,7 +44,9 @@ def made_pairs(num_pairs: int) -> Tensor:
     last = prompt[:, -1:]
     chosen = last + torch.arange(1, ANSWER + 1)
     rejected = last + torch.randint(2, VOCABULARY, (num_pairs, ANSWER))
-    return torch.stack([torch.cat([prompt, answer], dim=1) for answer in (chosen, rejected)], dim=1) % VOCABULARY
+    return (
+        torch.stack([torch.cat([prompt, answer], dim=1) for answer in (chosen, rejected)], dim=1) % VOCABULARY
+    )
 
 
 def answer_log_probabilities(model: nn.Module, pairs: Tensor) -> tuple[Tensor, Tensor]:

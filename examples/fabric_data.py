@@ -35,7 +35,7 @@ def main() -> None:
     fabric.launch()
     fabric.seed_everything(0)
     inputs = torch.randn(1003, 8)  # no multiple of anything
-    targets = inputs.sum(dim=1, keepdim=True)
+    targets = inputs.sum(dim=1, keepdim=True) + 0.1 * torch.randn(1003, 1)
     data = TensorDataset(inputs, targets)
     model = nn.Linear(8, 1)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))

@@ -30,7 +30,7 @@ def make_model(width: int) -> nn.Module:
 def main() -> None:
     """Train in fp8 and print what the plan counted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default="auto", help="a recipe's name; auto: the most accurate here")
+    parser.add_argument("--recipe", default="auto", help="a recipe's name; auto: what fits the device")
     parser.add_argument("--fallback", action="store_true", help="train in bf16 where the recipe cannot run")
     parser.add_argument("--width", type=int, default=128, help="size of the layers, a multiple of 32")
     parser.add_argument("--samples", type=int, default=6400, help="samples to train on")

@@ -1,6 +1,6 @@
 """An image classifier with augmentation, an average of its weights, and a schedule that a resumed run continues.
 
-The images are made: stripes of ten directions in noise. For your own, put any map-style dataset in place of `Stripes`.
+The images are made: stripes of ten directions in noise. For yours, put any map-style dataset in place of `Stripes`.
 
 python examples/image_classifier.py
 drivetrain launch --num-processes 2 examples/image_classifier.py
@@ -33,7 +33,7 @@ class Stripes(Dataset):
         angle = (math.pi * self.labels / NUM_CLASSES)[:, None, None]
         row, column = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
         stripes = torch.sin(row * angle.cos() + column * angle.sin())[:, None]
-        self.images = stripes + 0.5 * torch.randn(num_images, 3, 16, 16)
+        self.images = stripes + 1.5 * torch.randn(num_images, 3, 16, 16)
 
     def __len__(self) -> int:
         return len(self.images)
