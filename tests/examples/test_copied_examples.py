@@ -14,6 +14,7 @@ import torch
 
 from example_launching import EXAMPLES, launch
 from optional_modules import skip_without
+from processes import Completed
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -28,6 +29,7 @@ LIBRARIES = {
     "fp8.py": ("torchao",),
     "fabric_data.py": ("lightning_fabric",),
 }
+EXPORT = "export/model.safetensors"
 IMAGES = ("--epochs", "2", "--images", "320", "--save-every", "7")
 GAN = ("--steps", "60", "--save-every", "20")
 LORA = ("--sequences", "480", "--width", "32", "--save-every", "20")
@@ -57,10 +59,10 @@ def break_off(whole: Path, part: Path) -> None:
 @pytest.mark.parametrize(
     ("example", "args", "export"),
     [
-        ("image_classifier.py", IMAGES, "export/model.safetensors"),
-        ("gan.py", GAN, "export/model.safetensors"),
+        ("image_classifier.py", IMAGES, EXPORT),
+        ("gan.py", GAN, EXPORT),
         ("lora.py", LORA, "adapter/adapter_model.safetensors"),
-        ("dpo.py", DPO, "export/model.safetensors"),
+        ("dpo.py", DPO, EXPORT),
         ("fp8.py", FP8, None),
     ],
 )
@@ -79,6 +81,18 @@ def test_a_resumed_run_ends_with_the_weights_of_one_without_a_break(
         assert len(list((part / "checkpoints").glob("step-*"))) == len(
             list((whole / "checkpoints").glob("step-*"))
         )
+
+
+@pytest.mark.slow
+def test_the_image_classifier_resumes_on_two_processes(
+    run_example: Callable[..., Completed], tmp_path: Path
+) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    shown = run_example("image_classifier.py", *IMAGES, "--project-dir", str(whole), num_processes=2).stdout
+    break_off(whole, part)
+    args = (*IMAGES, "--project-dir", str(part), "--resume")
+    assert run_example("image_classifier.py", *args, num_processes=2).stdout in shown
+    assert (whole / EXPORT).read_bytes() == (part / EXPORT).read_bytes()
 
 
 def test_the_image_classifier_learns_and_its_average_is_exported(
@@ -218,14 +232,14 @@ def preempt(python: str, folder: Path, *args: str) -> subprocess.CompletedProces
 def test_a_preempted_job_goes_on_to_the_same_weights(
     call_example: Callable[..., str], python: str, tmp_path: Path
 ) -> None:
-    steps = ("--steps", "1000")
+    steps = ("--steps", "600")
     stopped = preempt(python, tmp_path / "preempted", *steps)
     assert stopped.returncode == 75, stopped
     assert "SIGTERM: saved at step" in stopped.stderr
     assert not (tmp_path / "preempted" / "export").exists()
 
     shown = call_example("preemption.py", *steps, "--project-dir", tmp_path / "preempted")
-    assert 100 <= numbers(r"goes on at step (\d+)", shown)[0] < 1000
+    assert 100 <= numbers(r"goes on at step (\d+)", shown)[0] < 600
     call_example("preemption.py", *steps, "--project-dir", tmp_path / "whole")
     whole, preempted = (
         (tmp_path / name / "export" / "model.safetensors").read_bytes() for name in ("whole", "preempted")
@@ -244,6 +258,14 @@ def run_fabric(*args: str) -> float:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return numbers(r"1003 samples, mean error ([\d.]+)", done.stdout)[0]
+
+
+def test_fabric_resumes_in_the_middle_of_an_epoch(call_example: Callable[..., str], tmp_path: Path) -> None:
+    need("fabric_data.py")
+    args = ("--save-every", "100", "--checkpoint", tmp_path / "checkpoint.pt")
+    shown = call_example("fabric_data.py", *args)
+    assert "1003 samples, mean error 0.08" in shown
+    assert call_example("fabric_data.py", *args, "--resume") == shown
 
 
 @pytest.mark.slow
