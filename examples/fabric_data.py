@@ -48,6 +48,8 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "loader": loader}
     if args.resume:
         fabric.load(args.checkpoint, state)
+        place = loader.state_dict()
+        fabric.print(f"goes on in epoch {place['epoch']}, behind {place['position']} samples")
 
     num_batches = 0
     for _ in range(loader.epoch, args.epochs):
