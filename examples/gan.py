@@ -51,7 +51,7 @@ def main() -> None:
     generator, critic = network(NOISE, 2), network(2, 1)
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
     critic_optimizer = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.9))
-    loader = DataLoader(ring(64 * args.steps), batch_size=64)
+    loader = DataLoader(ring(64 * args.steps * accelerator.num_processes), batch_size=64)
     generator, critic, generator_optimizer, critic_optimizer, loader = accelerator.prepare(
         generator, critic, generator_optimizer, critic_optimizer, loader
     )
