@@ -1,5 +1,7 @@
-"""Examples run as ranks, as under any launcher; what only ours brings is tested through it."""
+"""Examples run as ranks, as under any launcher, or in this process; what only ours brings is tested through it."""
 
+import runpy
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -25,3 +27,15 @@ def run_example(pythons: tuple[str, ...]) -> Callable[..., Completed]:
         return ranks[0]
 
     return run
+
+
+@pytest.fixture
+def call_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`call_example(name, *args)` runs an example here, where its libraries are imported once; what it printed."""
+
+    def call(example: str, *args: object) -> str:
+        monkeypatch.setattr(sys, "argv", [example, *map(str, args)])
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+        return capsys.readouterr().out
+
+    return call

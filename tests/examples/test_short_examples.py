@@ -33,19 +33,3 @@ def test_token_counts_shows_the_error_that_count_removes(run_example: Callable, 
 def test_evaluation_is_exact_on_an_uneven_tail(run_example: Callable, num_processes: int) -> None:
     shown = run_example("evaluation.py", num_processes=num_processes).stdout
     assert "103 points, accuracy 0.291262\n73 were wrong, the first: point 0, point 1, point 2\n" in shown
-
-
-@pytest.mark.slow
-def test_two_models_learn_the_ring(run_example: Callable, num_processes: int) -> None:
-    shown = run_example("two_models.py", "--steps", "400", num_processes=num_processes).stdout
-    assert number(r"lie ([\d.]+) from the ring", shown) < 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
-def test_two_models_learn_the_ring_by_any_backend(python: str, num_processes: int, backend: str) -> None:
-    launcher = ("--backend", backend)
-    shown = launch(
-        "two_models.py", "--steps", "400", python=python, num_processes=num_processes, launcher=launcher
-    ).stdout
-    assert number(r"lie ([\d.]+) from the ring", shown) < 0.5

@@ -1,13 +1,18 @@
-"""Two models trained against each other: a GAN that learns a ring of points.
+"""A GAN: two models with two optimizers, trained against each other, learn a ring of points.
 
 `backward(..., model=...)` says which model a loss belongs to, since one may flow through both. The critic is frozen
 while it is passed through, which every backend understands.
 
-python examples/two_models.py --steps 2000
-drivetrain launch --num-processes 2 --backend fsdp examples/two_models.py
+python examples/gan.py --steps 2000
+drivetrain launch --num-processes 2 --backend fsdp examples/gan.py
+drivetrain launch --num-processes 2 --backend fsdp examples/gan.py --resume
+
+--resume goes on from the newest checkpoint in --project-dir, which holds both models, both optimizers and the
+position in the data.
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -36,18 +41,25 @@ def main() -> None:
     """Train both models in turn on every batch, then say how far generated points lie from the ring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000, help="steps of each model")
+    parser.add_argument("--save-every", type=int, default=200, help="steps of each model between checkpoints")
+    parser.add_argument("--project-dir", type=Path, default=Path("runs/gan"), help="where all is written")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     args = parser.parse_args()
 
-    accelerator = Accelerator(seed=0)
+    sections = {"checkpoint": {"save_every_steps": args.save_every}}
+    accelerator = Accelerator(seed=0, project_dir=args.project_dir, sections=sections)
     generator, critic = network(NOISE, 2), network(2, 1)
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
     critic_optimizer = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.9))
-    loader = DataLoader(ring(64 * args.steps), batch_size=64)
+    loader = DataLoader(ring(64 * args.steps * accelerator.num_processes), batch_size=64)
     generator, critic, generator_optimizer, critic_optimizer, loader = accelerator.prepare(
         generator, critic, generator_optimizer, critic_optimizer, loader
     )
 
-    for real in loader:
+    if args.resume:
+        accelerator.load_state()
+
+    for real in loader:  # after load_state: the rest of the data
         noise = torch.randn(len(real), NOISE, device=accelerator.device)
         with accelerator.accumulate(critic):
             fake = generator(noise).detach()
@@ -62,11 +74,13 @@ def main() -> None:
             generator_optimizer.step()
             generator_optimizer.zero_grad()
             critic.requires_grad_(True)
+        accelerator.save_if_due()
 
     with torch.no_grad():
         points = accelerator.gather(generator(torch.randn(500, NOISE, device=accelerator.device)))
     distance = (points.norm(dim=1) - 1).abs().mean().item()
     accelerator.print(f"{len(points)} generated points lie {distance:.3f} from the ring on average")
+    accelerator.save_model(generator, args.project_dir / "export")
     accelerator.end_training()
 
 
