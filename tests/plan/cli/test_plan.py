@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 import pytest
 
 from drivetrain_plan.choice import PlanChoice
-from drivetrain_plan.cli.plan import PlanTrainingArguments, launch_line, parse_pins, run
+from drivetrain_plan.cli.plan import launch_line, parse_pins, run
+from drivetrain_plan.cli.plan_arguments import PlanTrainingArguments
 from drivetrain_plan.errors import PlanError
 from planned_models import llama_source
 

@@ -1,4 +1,4 @@
-"""Find what would break a run, on this host or on all, each with its repair."""
+"""Find what would break a run, each with its repair."""
 
 import json
 import shutil
@@ -16,6 +16,8 @@ from drivetrain_launcher.plan.host_detection import detect_host
 from drivetrain_launcher.plan.resolved_launch import find_own_placement, resolve_launch
 from drivetrain_launcher.run.output.terminals import coloured_outputs
 from drivetrain_messages import argument, say
+
+TOPIC = "Check"  # in `drivetrain --help`
 
 _LONGEST_LINE = 120
 

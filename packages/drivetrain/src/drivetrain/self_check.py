@@ -1,4 +1,4 @@
-"""Check this installation on N processes: collectives, data, training equal to one process."""
+"""Check this installation on several processes."""
 
 import sys
 from collections.abc import Callable
@@ -7,6 +7,8 @@ from typing import Any
 
 from drivetrain.settings import RunSettings
 from drivetrain_config import Layers, resolve
+
+TOPIC = "Check"  # in `drivetrain --help`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +19,7 @@ class CheckArguments:
     cpu: bool = field(
         default=False, metadata={"help": "Check on the CPU even where an accelerator is present."}
     )
-    layers: Layers = field(default_factory=lambda: Layers({}))
+    layers: Layers = field(default_factory=lambda: Layers({}), metadata={"unread": ("launch",)})
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:

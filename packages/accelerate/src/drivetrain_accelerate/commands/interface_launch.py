@@ -1,4 +1,4 @@
-"""Run a script written for Accelerate on one process or many, with the interface installed in each.
+"""Launch a script written for Accelerate.
 
 Programs that start a launch by themselves find its command line and its variables here too.
 """

@@ -1,4 +1,4 @@
-"""Find the dataclass of a command's arguments without running the command's module, whose imports may take seconds."""
+"""Find the dataclass of a command's arguments without the imports of the command's module, which may take seconds."""
 
 import ast
 from dataclasses import dataclass

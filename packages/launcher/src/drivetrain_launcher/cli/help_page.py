@@ -8,7 +8,7 @@ from textwrap import wrap
 
 from drivetrain_config import environ
 
-_NARROWEST, _WIDEST = 60, 110  # columns of text
+_NARROWEST, _USUAL, _WIDEST = 60, 80, 110  # columns of text
 _HEADING, _NAME, _END = "\033[1m", "\033[36m", "\033[0m"
 
 
@@ -16,7 +16,7 @@ _HEADING, _NAME, _END = "\033[1m", "\033[36m", "\033[0m"
 class Page:
     """The place of a help: its width in columns, and whether it shows colours."""
 
-    width: int = 80
+    width: int = _USUAL
     is_coloured: bool = False
 
     @classmethod
@@ -28,7 +28,7 @@ class Page:
         try:
             width = int(columns) if columns.isdecimal() else os.get_terminal_size(1).columns
         except OSError:  # stdout is no terminal
-            width = cls.width
+            width = _USUAL
         return cls(
             width=min(max(width, _NARROWEST), _WIDEST),
             # Another stream in the place of stdout, as in a notebook or a test, is no terminal.

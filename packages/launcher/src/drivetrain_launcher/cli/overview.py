@@ -31,7 +31,8 @@ def members_of(found: Mapping[str, EntryPoint], group: str) -> dict[str, EntryPo
 def overview(found: Mapping[str, EntryPoint], group: str, page: Page) -> str:
     """Return the help of all commands, or of a group's; `group` ends with a blank, or is empty."""
     topics: dict[str, list[tuple[str, str]]] = {}
-    for word in first_words(found):
+    # Commands of one word stand before groups.
+    for word in sorted(first_words(found), key=lambda name: (name not in found, name)):
         members = members_of(found, word)
         if len(members) > _MOST_MEMBERS:
             topics.setdefault(_topic_of(members), []).append((f"{word} COMMAND", _summary_of_group(members)))

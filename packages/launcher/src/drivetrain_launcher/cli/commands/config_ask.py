@@ -1,4 +1,4 @@
-"""Ask what matters for a run on this machine, and write it as a settings file."""
+"""Ask what matters here, and write a settings file."""
 
 import sys
 from collections.abc import Mapping
@@ -26,6 +26,8 @@ from drivetrain_launcher.wizard.settings_text import (
     write_settings,
 )
 from drivetrain_messages import argument, say
+
+TOPIC = "Set up"  # in `drivetrain --help`
 
 _FILE = Path("drivetrain.yaml")
 _INTERRUPTED = 130  # the exit code of a shell for Ctrl-C

@@ -1,4 +1,4 @@
-"""Show every setting in force as YAML, each with its source."""
+"""Show every setting in force, each with its source."""
 
 import sys
 from dataclasses import dataclass, field
@@ -9,6 +9,8 @@ from drivetrain_config.values.kinds import plain
 from drivetrain_launcher.wizard.questionnaire import in_order
 from drivetrain_launcher.wizard.settings_text import yaml_value
 from drivetrain_messages import argument
+
+TOPIC = "Set up"  # in `drivetrain --help`
 
 _MOST_COLUMNS = 48  # where a source stands, unless its setting is longer
 

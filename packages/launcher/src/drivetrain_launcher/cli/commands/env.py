@@ -1,4 +1,4 @@
-"""Show versions, devices, and every setting with its source."""
+"""Show versions, devices, and every setting."""
 
 import json
 import platform
@@ -12,6 +12,8 @@ from drivetrain_config.files.found_file import settings_places
 from drivetrain_config.settings.schema import specs
 from drivetrain_config.values.kinds import plain
 from drivetrain_messages import argument, format_table
+
+TOPIC = "Set up"  # in `drivetrain --help`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
