@@ -15,9 +15,15 @@ TOPIC = "Check"  # in `drivetrain --help`
 class CheckArguments:
     """The arguments of `drivetrain test`."""
 
-    num_processes: int = field(default=2, metadata={"help": "Number of processes to check with."})
+    num_processes: int = field(
+        default=2, metadata={"help": "Number of processes to check with.", "brief": "Processes to check with"}
+    )
     cpu: bool = field(
-        default=False, metadata={"help": "Check on the CPU even where an accelerator is present."}
+        default=False,
+        metadata={
+            "help": "Check on the CPU even where an accelerator is present.",
+            "brief": "Check on the CPU",
+        },
     )
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"unread": ("launch",)})
 

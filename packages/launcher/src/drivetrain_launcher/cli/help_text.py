@@ -78,8 +78,10 @@ def _whole_name(flag: Flag) -> str:
 
 
 def _short_name(flag: Flag) -> str:
-    if flag.is_switch:  # in the form that changes something
+    if flag.is_switch and flag.brief:  # in the form that changes something
         return f"--no-{flag.name[2:]}" if flag.is_on else flag.name
+    if flag.is_switch:
+        return _whole_name(flag)
     return f"{flag.name} {flag.metavar}"
 
 

@@ -46,12 +46,12 @@ def overview(found: Mapping[str, EntryPoint], group: str, page: Page) -> str:
     order = sorted(topics, key=lambda topic: (topic not in _TOPICS, [*_TOPICS, topic].index(topic), topic))
     blocks = [
         f"usage: drivetrain {group}COMMAND [flags] ...",
-        _summary_of_group(found) if group else _ABOUT,
+        page.paragraph(_summary_of_group(found) if group else _ABOUT),
         *(
             (f"{page.heading(topic)}\n" if topic else "") + page.rows(topics[topic], column=column)
             for topic in order
         ),
-        f"drivetrain {group}COMMAND --help describes each; drivetrain --version prints the version.",
+        f"drivetrain {group}COMMAND --help describes each.{'' if group else ' --version prints the version.'}",
     ]
     return "\n\n".join(blocks) + "\n"
 

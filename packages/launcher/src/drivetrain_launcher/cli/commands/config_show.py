@@ -19,7 +19,9 @@ _MOST_COLUMNS = 48  # where a source stands, unless its setting is longer
 class ConfigShowArguments:
     """The arguments of `drivetrain config show`."""
 
-    defaults: bool = argument(True, "Show the settings that nobody has set, too.")
+    defaults: bool = argument(
+        True, "Show the settings that nobody has set, too.", brief="Leave out what nobody has set"
+    )
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 
