@@ -9,7 +9,6 @@ from drivetrain_config import Layers, resolve
 from drivetrain_launcher import LaunchSettings
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.help_page import Page
-from drivetrain_launcher.cli.help_text import help_text
 from drivetrain_launcher.cli.parser import build_parser
 from drivetrain_launcher.errors import UsageError
 
@@ -180,7 +179,7 @@ def test_a_commands_own_flag_stands_before_a_sections() -> None:
     arguments = parser.parse(["--num-processes", "3"])
     assert arguments.num_processes == 3
     assert "launch" not in {section for section, _ in arguments.layers.entries}
-    assert help_text(parser, Page(), has_all=True).count("--num-processes ") == 1
+    assert parser.help.text(Page(), has_all=True).count("--num-processes ") == 1
     with pytest.raises(UsageError, match="num_processes=10: at most 9"):
         parser.parse(["--num-processes", "10"])
 

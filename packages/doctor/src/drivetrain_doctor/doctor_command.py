@@ -29,9 +29,7 @@ class DoctorArguments:
     folder: Path = argument(
         Path(), "Folder of the checkpoints, which is written to.", brief="Folder of the checkpoints"
     )
-    num_workers: int = argument(
-        4, "Workers of each process's DataLoader.", brief="Workers of each process's DataLoader"
-    )
+    num_workers: int = argument(4, "Workers of each process's DataLoader.", brief="Workers of a DataLoader")
     batch_megabytes: float | None = argument(
         None,
         "Size of a batch that a worker hands over, to compute the shared memory.",
@@ -40,7 +38,7 @@ class DoctorArguments:
     wait_seconds: float = argument(
         30.0,
         "Seconds that hosts wait for each other before the missing are named.",
-        brief="Seconds to wait for other hosts",
+        brief="Seconds to wait for hosts",
     )
     json: bool = argument(
         False, "Print JSON, for programs, with all measured numbers.", brief="Print JSON, for programs"

@@ -199,7 +199,7 @@ def flags(section_type: type[Any], section: str) -> tuple[Flag, ...]:
 
 def _brief(spec: FieldSpec) -> str:
     """Return the line of a short help, with a default that says something."""
-    says_nothing = spec.default in (MISSING, None, ()) or isinstance(spec.default, bool)
+    says_nothing = spec.default in (MISSING, None, (), "") or isinstance(spec.default, bool)
     return spec.brief if says_nothing or not spec.brief else f"{spec.brief} (default: {spec.shown_default})"
 
 

@@ -26,7 +26,7 @@ from drivetrain_launcher.cli.flag_aliases import ours, refusal
 from drivetrain_launcher.cli.foreign_flags import ForeignFlags, add_meanings, translator_of
 from drivetrain_launcher.cli.given_flags import GivenFlags
 from drivetrain_launcher.cli.help_page import Page
-from drivetrain_launcher.cli.help_text import OWN, help_text
+from drivetrain_launcher.cli.help_text import OWN, CommandHelp
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.process_counts import settle_process_counts
 from drivetrain_messages import suggest
@@ -76,10 +76,10 @@ class CommandParser:
         """Parse a command line into the command's dataclass; for `--help`, print the help and raise SystemExit."""
         given, words, rest = self._scan(tokens)
         own: dict[str, Any] = {**given.said.pop(OWN, {}), **dict(zip(self.positionals, words, strict=False))}
-        for name in self.needed:
+        for name in self._find_needed():
             if name not in own and name not in (self.rest, self.layers):
                 shown = name.upper() if name in self.positionals else _own_flag(name)
-                raise UsageError(f"{shown} is missing: {self.about(name)}")
+                raise UsageError(f"{shown} is missing: {self._find_help(name)}")
         if self.takes_several and len(words) >= len(self.positionals):
             own[self.positionals[-1]] = tuple(words[len(self.positionals) - 1 :])
         elif len(words) > len(self.positionals):
@@ -113,7 +113,21 @@ class CommandParser:
         return bool(self.positionals) and get_origin(self.types[self.positionals[-1]]) is tuple
 
     @property
-    def needed(self) -> list[str]:
+    def help(self) -> CommandHelp:
+        """What the help says of the command."""
+        needed = self._find_needed()
+        words = [name.upper() if name in needed else f"[{name.upper()}]" for name in self.positionals]
+        words += [f"[{words[-1]} ...]"] if self.takes_several else []
+        rest = [] if self.rest is None else [self.rest]
+        return CommandHelp(
+            command=self.command,
+            usage=[*words, *(f"[{name.upper()} ...]" for name in rest)],
+            summary=self.summary,
+            arguments=[(name.upper(), self._find_help(name)) for name in (*self.positionals, *rest)],
+            groups=self.groups,
+        )
+
+    def _find_needed(self) -> list[str]:
         """Return the names of the fields without a default."""
         return [
             field.name
@@ -121,8 +135,7 @@ class CommandParser:
             if field.default is MISSING and field.default_factory is MISSING
         ]
 
-    def about(self, name: str) -> str:
-        """Return the help of a field."""
+    def _find_help(self, name: str) -> str:
         return next(field.metadata.get("help", "") for field in fields(self.arguments) if field.name == name)
 
     def _scan(self, tokens: Sequence[str]) -> tuple[GivenFlags, list[str], list[str]]:
@@ -139,7 +152,7 @@ class CommandParser:
             elif token == "-" or not token.startswith("-"):
                 words.append(token)
             elif token in ("-h", "--help", "--help-all"):
-                sys.stdout.write(help_text(self, Page.of_terminal(), has_all=token == "--help-all"))
+                sys.stdout.write(self.help.text(Page.of_terminal(), has_all=token == "--help-all"))
                 raise SystemExit(0)
             else:
                 self._take(token, waiting, given, foreign)
