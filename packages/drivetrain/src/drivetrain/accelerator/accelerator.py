@@ -361,7 +361,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         prepared = self.prepared_of(model)
         found = WeightAverage(prepared, decay=decay, warmup=warmup, every=every, start=start)
         number = sum(name.startswith("ema_") for name in self._registered.shared)
-        self.register_for_checkpointing(**{f"ema_{number}": found})
+        self.register_for_checkpointing(per_rank=False, **{f"ema_{number}": found})
         return found
 
     def backward(
