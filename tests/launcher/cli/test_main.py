@@ -195,6 +195,8 @@ class TestGroup:
         more = {f"pets.wash{number}": found["pets.wash"] for number in range(5)}
         shown = overview({**found, **more}, "", Page())
         assert re.search("^More\n  pets COMMAND +Look after pets.$", shown, re.MULTILINE)
+        shown = overview({**found, **more, "pets": found["pets.wash"]}, "", Page())
+        assert re.search("^More\n  pets +Wash one of them.\n  pets COMMAND +Look", shown, re.MULTILINE)
 
 
 GARDEN = {

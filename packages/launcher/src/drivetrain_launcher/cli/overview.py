@@ -34,14 +34,13 @@ def overview(found: Mapping[str, EntryPoint], group: str, page: Page) -> str:
     # Commands of one word stand before groups.
     for word in sorted(first_words(found), key=lambda name: (name not in found, name)):
         members = members_of(found, word)
-        if len(members) > _MOST_MEMBERS:
-            topics.setdefault(_topic_of(members), []).append((f"{word} COMMAND", _summary_of_group(members)))
-            members = {}
-        elif word in found:
-            members[""] = found[word]
-        for member, point in sorted(members.items()):
+        is_large = len(members) > _MOST_MEMBERS
+        listed = {**({"": found[word]} if word in found else {}), **({} if is_large else members)}
+        for member, point in sorted(listed.items()):
             row = (f"{word} {member.replace('.', ' ')}".rstrip(), module_summary(_module_of(point)))
             topics.setdefault("" if group else _topic_of({member: point}), []).append(row)
+        if is_large:
+            topics.setdefault(_topic_of(members), []).append((f"{word} COMMAND", _summary_of_group(members)))
     column = max(len(name) for rows in topics.values() for name, _ in rows) + 4
     order = sorted(topics, key=lambda topic: (topic not in _TOPICS, [*_TOPICS, topic].index(topic), topic))
     blocks = [
