@@ -32,7 +32,7 @@ def on_terminal(**variables: str | None) -> str:
 
 def test_a_terminal_shows_colours_unless_no_color_is_set() -> None:
     assert "\033[1mRun\033[0m" in on_terminal()
-    assert "\033[36mlaunch\033[0m" in on_terminal()
+    assert "\033[38;5;31mlaunch\033[0m" in on_terminal()
     assert "\033" not in on_terminal(NO_COLOR="1")
     assert "\033" not in on_terminal(TERM="dumb")
 
@@ -55,7 +55,7 @@ def test_the_width_is_that_of_the_terminal_within_limits(columns: str, width: in
 def test_rows_are_aligned_and_wrapped_and_words_are_not_cut_at_hyphens() -> None:
     page = Page(width=40, is_coloured=True)
     shown = page.rows([("a", "all-of-it is one, and-more than that"), ("--long-name", "x")], column=10)
-    assert shown.replace("\033[36m", "").replace("\033[0m", "") == (
+    assert shown.replace("\033[38;5;31m", "").replace("\033[0m", "") == (
         "  a       all-of-it is one, and-more\n          than that\n  --long-name\n          x"
     )
     assert page.heading("Run") == "\033[1mRun\033[0m"

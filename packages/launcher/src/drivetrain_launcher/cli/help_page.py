@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from drivetrain_config import environ
+from drivetrain_messages.console import said_colours
 
 _NARROWEST, _USUAL, _WIDEST = 60, 80, 110  # columns of text
-_HEADING, _NAME, _END = "\033[1m", "\033[36m", "\033[0m"
+# The blue can be read on a dark and on a light background.
+_HEADING, _NAME, _END = "\033[1m", "\033[38;5;31m", "\033[0m"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,17 +24,18 @@ class Page:
     @classmethod
     def of_terminal(cls) -> "Page":
         """Return the page of stdout: coloured if it is a terminal, by the rule of NO_COLOR and FORCE_COLOR."""
-        from drivetrain_launcher.run.output.terminals import coloured_outputs
-
-        columns = environ.read("COLUMNS") or ""
+        environment = environ.child_environment()
+        columns = environment.get("COLUMNS", "")
         try:
             width = int(columns) if columns.isdecimal() else os.get_terminal_size(1).columns
         except OSError:  # stdout is no terminal
             width = _USUAL
+        said = said_colours(environment)
+        is_terminal = os.isatty(1) and environment.get("TERM") not in (None, "", "dumb")
         return cls(
             width=min(max(width, _NARROWEST), _WIDEST),
             # Another stream in the place of stdout, as in a notebook or a test, is no terminal.
-            is_coloured=sys.stdout is sys.__stdout__ and coloured_outputs(environ.child_environment())[0],
+            is_coloured=sys.stdout is sys.__stdout__ and (is_terminal if said is None else said),
         )
 
     def heading(self, text: str) -> str:

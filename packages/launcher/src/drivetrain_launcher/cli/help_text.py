@@ -19,7 +19,7 @@ _Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandHelp:
-    """What a help says of a command.
+    """The help of a command.
 
     Attributes:
         command: The words of the command.

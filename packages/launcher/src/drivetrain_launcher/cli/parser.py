@@ -114,7 +114,7 @@ class CommandParser:
 
     @property
     def help(self) -> CommandHelp:
-        """What the help says of the command."""
+        """The help of the command."""
         needed = self._find_needed()
         words = [name.upper() if name in needed else f"[{name.upper()}]" for name in self.positionals]
         words += [f"[{words[-1]} ...]"] if self.takes_several else []
