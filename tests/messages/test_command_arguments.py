@@ -9,7 +9,7 @@ from drivetrain_messages import argument
 class _Arguments:
     folder: str = argument(..., "Folder to read.", positional=True)
     ranks: tuple[int, ...] = argument((), "Ranks to show.", repeated=True)
-    on: str = argument("auto", "Cluster.", plugins="drivetrain.clusters")
+    on: str = argument("auto", "Cluster to use.", plugins="drivetrain.clusters", brief="Cluster")
 
 
 def test_an_argument_is_a_field_with_its_help_and_its_form():
@@ -17,7 +17,7 @@ def test_an_argument_is_a_field_with_its_help_and_its_form():
 
     assert (folder.metadata["help"], folder.metadata["positional"]) == ("Folder to read.", True)
     assert (ranks.metadata["repeated"], ranks.metadata["positional"]) == (True, False)
-    assert on.metadata["plugins"] == "drivetrain.clusters"
+    assert (on.metadata["plugins"], on.metadata["brief"]) == ("drivetrain.clusters", "Cluster")
 
 
 def test_an_argument_without_a_default_must_be_given():

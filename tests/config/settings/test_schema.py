@@ -52,6 +52,8 @@ def test_a_flag_says_all_a_parser_needs() -> None:
         is_switch=False,
         choices=("no", "bf16", "none"),
         help="what to compute in (default: not set)",
+        metavar="MODE",
+        topic="probe",
     )
     assert FLAGS["side"].choices == ("left", "right")
     assert FLAGS["data_path"].help == "where the data stands (default: none, must be given)"
@@ -59,7 +61,7 @@ def test_a_flag_says_all_a_parser_needs() -> None:
 
 def test_a_bool_is_a_switch_with_a_negative_form() -> None:
     assert [name for name, flag in FLAGS.items() if flag.is_switch] == ["shuffle", "verbose"]
-    assert FLAGS["shuffle"].help == "50%% | more (default: true)"
+    assert FLAGS["shuffle"].help == "50% | more (default: true)"
 
 
 def test_a_secret_has_no_flag_and_a_derived_field_none() -> None:
@@ -115,3 +117,37 @@ def test_the_json_schema_says_what_a_file_may_hold() -> None:
     assert properties["inner"]["properties"]["size"]["default"] == 1
     assert properties["weights"]["additionalProperties"] == {"type": "number"}
     assert properties["anything"] == {"default": None}
+
+
+@dataclass(frozen=True)
+class Described:
+    num_steps: int = field(default=3, metadata={"help": "Steps.", "brief": "Steps", "topic": "Pace"})
+    ranks: tuple[int, ...] = field(default=(0, 8), metadata={"help": "Ranks.", "brief": "Ranks to show"})
+    rate: float | None = field(default=None, metadata={"help": "Rate.", "brief": "Rate of it"})
+    is_on: bool = field(default=True, metadata={"help": "Whether on.", "brief": "Leave it off"})
+    trackers: tuple[str, ...] | None = field(default=None, metadata={"help": "Names.", "plugins": "x.y"})
+    folder: Path | None = field(default=None, metadata={"help": "Folder."})
+    either: int | str = field(default="a", metadata={"help": "Number or word."})
+
+
+def test_a_brief_makes_a_line_of_a_short_help_with_its_default() -> None:
+    found = {flag.field: flag for flag in flags(Described, "probe")}
+    assert {name: (flag.brief, flag.topic) for name, flag in found.items() if flag.brief} == {
+        "num_steps": ("Steps (default: 3)", "Pace"),
+        "ranks": ("Ranks to show (default: 0,8)", "probe"),
+        "rate": ("Rate of it", "probe"),
+        "is_on": ("Leave it off", "probe"),
+    }
+    assert found["is_on"].is_on
+
+
+def test_a_metavar_says_what_kind_of_value_it_is() -> None:
+    found = {flag.field: flag.metavar for flag in flags(Described, "probe") if not flag.is_switch}
+    assert found == {
+        "num_steps": "N",
+        "ranks": "N,...",
+        "rate": "RATE",
+        "trackers": "NAME,...",
+        "folder": "PATH",
+        "either": "EITHER",
+    }

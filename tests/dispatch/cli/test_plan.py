@@ -4,7 +4,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from drivetrain_dispatch.cli.plan import PlanArguments, run
+from drivetrain_dispatch.cli.plan import run
+from drivetrain_dispatch.cli.plan_arguments import PlanArguments
 
 Output = pytest.CaptureFixture[str]
 CONFIG = {

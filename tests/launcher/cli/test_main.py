@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_config import sections
+from drivetrain_config import commands, sections
+from drivetrain_launcher.cli.help_page import Page
 from drivetrain_launcher.cli.main import main
+from drivetrain_launcher.cli.overview import members_of, overview
 
 NEARLY = str(Path(__file__).with_name("test_mian.py"))
 needs_umbrella = pytest.mark.skipif(not sections(only={"run"}), reason="the section run is not installed")
@@ -15,8 +17,21 @@ needs_umbrella = pytest.mark.skipif(not sections(only={"run"}), reason="the sect
 def test_help_lists_the_installed_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert re.search("^  launch +Run a script on one process or many", shown, re.MULTILINE)
-    assert re.search("^  env +Show versions, devices", shown, re.MULTILINE)
+    assert re.search(r"^Run\n  launch +Launch a script on many processes\.$", shown, re.MULTILINE)
+    assert re.search(r"^Set up\n(  .*\n)*  env +Show versions, devices", shown, re.MULTILINE)
+    assert re.search(r"^  config show +Show every setting", shown, re.MULTILINE)
+
+
+def test_each_command_is_one_line_of_80_columns_in_one_voice() -> None:
+    points = commands()
+    groups = {name.partition(".")[0] for name in points if "." in name} - points.keys()
+    texts = [overview(points, "", Page())]
+    texts += [overview(members_of(points, group), f"{group} ", Page()) for group in sorted(groups)]
+    for line in "\n".join(texts).splitlines():
+        assert len(line) <= 80, line
+        if line.startswith("  "):  # a verb begins it: it says what the command does
+            assert re.match(r"  [a-z0-9 -]+(COMMAND)? +[A-Z][a-z]+ .*\.$", line), line
+    assert "\nMore\n" not in texts[0]
 
 
 def test_help_imports_no_command_and_no_torch() -> None:
@@ -113,6 +128,9 @@ PETS = {
     "pets/__init__.py": "",
     "pets/commands/__init__.py": '"""Look after pets."""\n',
     "pets/commands/feed.py": '''"""Feed one of them."""
+
+TOPIC = "Animals"
+
 from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +167,13 @@ class TestGroup:
     ) -> None:
         assert main(["--help"]) == 0
         shown = capsys.readouterr().out
-        assert re.search("^  pets +Look after pets.$", shown, re.MULTILINE)
-        assert "feed" not in shown
+        assert re.search("^Animals\n  pets feed +Feed one of them.$", shown, re.MULTILINE)
+        assert re.search("^More\n  pets wash +Wash one of them.$", shown, re.MULTILINE)
         assert main(["pets", "--help"]) == 0
         assert capsys.readouterr().out == (
             "usage: drivetrain pets COMMAND [flags] ...\n\nLook after pets.\n\n"
             "  feed  Feed one of them.\n  wash  Wash one of them.\n\n"
-            "drivetrain pets COMMAND --help describes each; drivetrain --version prints the version.\n"
+            "drivetrain pets COMMAND --help describes each.\n"
         )
 
     def test_the_help_of_a_command_has_both_words(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,3 +189,43 @@ class TestGroup:
         assert "pets fed: no such command; did you mean pets feed; the" in capsys.readouterr().err
         assert main(["pet"]) == 2
         assert "pet: no such command; did you mean pets; the" in capsys.readouterr().err
+
+    def test_a_large_group_is_one_line(self) -> None:
+        found = commands()
+        more = {f"pets.wash{number}": found["pets.wash"] for number in range(5)}
+        shown = overview({**found, **more}, "", Page())
+        assert re.search("^More\n  pets COMMAND +Look after pets.$", shown, re.MULTILINE)
+        shown = overview({**found, **more, "pets": found["pets.wash"]}, "", Page())
+        assert re.search("^More\n  pets +Wash one of them.\n  pets COMMAND +Look", shown, re.MULTILINE)
+
+
+GARDEN = {
+    "garden-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: garden\nVersion: 1.0\n",
+    "garden-1.0.dist-info/entry_points.txt": "[drivetrain.commands]\ngarden = garden.water:run\n",
+    "garden/__init__.py": "",
+    "garden/arguments.py": PETS["pets/commands/feed.py"],
+    "garden/water.py": '''"""Water the garden."""
+from garden.arguments import Feed
+
+raise RuntimeError("imported")
+
+def run(feed: Feed) -> int:
+    """Water the garden, and feed who lives there."""
+    return 0
+''',
+}
+
+
+def test_arguments_in_a_module_of_their_own_are_parsed_without_the_commands_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in GARDEN.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit, match="0"):
+        main(["garden", "--help"])
+    assert "Water the garden, and feed who lives there." in capsys.readouterr().out
+    assert main(["garden", "--num-meals", "many", "Rex"]) == 2
+    with pytest.raises(RuntimeError, match="imported"):
+        main(["garden", "Rex"])

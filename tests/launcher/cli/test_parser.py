@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from drivetrain_config import Layers, resolve
 from drivetrain_launcher import LaunchSettings
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
+from drivetrain_launcher.cli.help_page import Page
 from drivetrain_launcher.cli.parser import build_parser
 from drivetrain_launcher.errors import UsageError
 
@@ -82,7 +83,7 @@ def test_help_lists_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
         parse("--help")
     shown = capsys.readouterr().out
     assert "usage: drivetrain copy [flags] SOURCE" in shown
-    assert "--steps STEPS" in shown
+    assert "--steps N" in shown
     assert "100% of them" in shown
     assert "(default: 1)" in shown
 
@@ -178,9 +179,21 @@ def test_a_commands_own_flag_stands_before_a_sections() -> None:
     arguments = parser.parse(["--num-processes", "3"])
     assert arguments.num_processes == 3
     assert "launch" not in {section for section, _ in arguments.layers.entries}
-    assert parser.help_text().count("--num-processes") == 1
+    assert parser.help.text(Page(), has_all=True).count("--num-processes ") == 1
     with pytest.raises(UsageError, match="num_processes=10: at most 9"):
         parser.parse(["--num-processes", "10"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    layers: Layers = field(default_factory=lambda: Layers({}), metadata={"unread": ("launch",)})
+
+
+def test_a_section_that_a_command_does_not_read_provides_no_flag() -> None:
+    parser = build_parser("check", Unread, "Check it.")
+    assert "launch" not in parser.groups
+    with pytest.raises(UsageError, match="--num-nodes: no such flag"):
+        parser.parse(["--num-nodes", "2"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

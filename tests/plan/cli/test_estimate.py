@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from drivetrain_plan.choice import PlanChoice, Strategy
-from drivetrain_plan.cli.estimate import EstimateArguments, run
+from drivetrain_plan.cli.estimate import run
+from drivetrain_plan.cli.estimate_arguments import EstimateArguments
 from drivetrain_plan.model.source import BuiltSource, ConfigSource
 from drivetrain_plan.model.training_modes import MODES, OPTIMIZERS
 from drivetrain_plan.program.rank_step import run_rank

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -6,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from drivetrain_plan.choice import PlanChoice
-from drivetrain_plan.cli.plan import PlanTrainingArguments, launch_line, parse_pins, run
+from drivetrain_plan.cli.plan import launch_line, parse_pins, run
+from drivetrain_plan.cli.plan_arguments import PlanTrainingArguments
 from drivetrain_plan.errors import PlanError
 from planned_models import llama_source
 
@@ -112,3 +115,18 @@ def test_the_line_of_several_hosts_names_them() -> None:
     line = launch_line(PlanChoice(shard=16, strategy="full_shard"), 2, "bf16")
     assert "--num-nodes 2" in line
     assert line.endswith("--fsdp-strategy full_shard train.py")
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_the_help_imports_no_torch(command: str) -> None:
+    pytest.importorskip("drivetrain_launcher")
+    source = (
+        "import sys; from drivetrain_launcher.cli.main import main\n"
+        f"try: main(['{command}', '--help'])\n"
+        "finally: print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert f"usage: drivetrain {command} [flags] MODEL" in done.stdout

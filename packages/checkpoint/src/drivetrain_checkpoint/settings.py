@@ -42,6 +42,8 @@ class CheckpointSettings:
         None,
         "Number of newest checkpoints to keep; unset: all.",
         ask="drivetrain_checkpoint.checkpoint_advice:ask_keep_last",
+        brief="Newest checkpoints to keep",
+        topic="Results",
     )
     keep_every: int | None = _setting(
         None, "Interval in steps of checkpoints to keep in addition, such as 10000."
@@ -54,7 +56,11 @@ class CheckpointSettings:
         "min", "Whether the smallest or the largest value of best_metric is the best.", needs="best_metric"
     )
     save_every_steps: int | None = _setting(
-        None, "Number of optimizer steps after which save_if_due() saves.", needs=_IF_DUE
+        None,
+        "Number of optimizer steps after which save_if_due() saves.",
+        needs=_IF_DUE,
+        brief="Steps between saves of save_if_due()",
+        topic="Results",
     )
     save_every_minutes: float | None = _setting(
         None, "Minutes since the last save after which save_if_due() saves.", needs=_IF_DUE

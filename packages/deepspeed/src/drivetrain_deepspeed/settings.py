@@ -5,10 +5,19 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 
-def _setting(default: Any, text: str, *, ask: str = "", needs: str = "", is_json: bool = False) -> Any:
-    """Return a field with its help, its question in `deepspeed_advice` and its conditions."""
+def _setting(
+    default: Any, text: str, *, ask: str = "", needs: str = "", is_json: bool = False, brief: str = ""
+) -> Any:
+    """Return a field with its help, whole and brief, its question in `deepspeed_advice` and its conditions."""
     advice = f"drivetrain_deepspeed.deepspeed_advice:{ask}" if ask else ""
-    metadata = {"help": text, "ask": advice, "needs": needs, "json_file": is_json}
+    metadata = {
+        "help": text,
+        "ask": advice,
+        "needs": needs,
+        "json_file": is_json,
+        "brief": brief,
+        "topic": "Training",
+    }
     return field(default=default, metadata={key: value for key, value in metadata.items() if value})
 
 
@@ -33,6 +42,7 @@ class DeepSpeedSettings:
         "also parameters; auto: planned, with where it is offloaded if that is not said, from the first prepared "
         "model; unset: 2.",
         ask="ask_stage",
+        brief="Stage of ZeRO: 0, 1, 2, 3 or auto",
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] | None = _setting(
         None, "Location of optimizer states and master weights (stages 1 to 3).", ask="ask_offload_optimizer"

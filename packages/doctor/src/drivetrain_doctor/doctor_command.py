@@ -1,4 +1,4 @@
-"""Find what would break a run, on this host or on all, each with its repair."""
+"""Find what would break a run, each with its repair."""
 
 import json
 import shutil
@@ -17,6 +17,8 @@ from drivetrain_launcher.plan.resolved_launch import find_own_placement, resolve
 from drivetrain_launcher.run.output.terminals import coloured_outputs
 from drivetrain_messages import argument, say
 
+TOPIC = "Check"  # in `drivetrain --help`
+
 _LONGEST_LINE = 120
 
 
@@ -24,15 +26,23 @@ _LONGEST_LINE = 120
 class DoctorArguments:
     """The arguments of `drivetrain doctor`, besides those of launch."""
 
-    folder: Path = argument(Path(), "Folder of the checkpoints, which is written to.")
-    num_workers: int = argument(4, "Workers of each process's DataLoader.")
+    folder: Path = argument(
+        Path(), "Folder of the checkpoints, which is written to.", brief="Folder of the checkpoints"
+    )
+    num_workers: int = argument(4, "Workers of each process's DataLoader.", brief="Workers of a DataLoader")
     batch_megabytes: float | None = argument(
-        None, "Size of a batch that a worker hands over, to compute the shared memory."
+        None,
+        "Size of a batch that a worker hands over, to compute the shared memory.",
+        brief="Size of a worker's batch",
     )
     wait_seconds: float = argument(
-        30.0, "Seconds that hosts wait for each other before the missing are named."
+        30.0,
+        "Seconds that hosts wait for each other before the missing are named.",
+        brief="Seconds to wait for hosts",
     )
-    json: bool = argument(False, "Print JSON, for programs, with all measured numbers.")
+    json: bool = argument(
+        False, "Print JSON, for programs, with all measured numbers.", brief="Print JSON, for programs"
+    )
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Check this installation on N processes: collectives, data, training equal to one process."""
+"""Check this installation on several processes."""
 
 import sys
 from collections.abc import Callable
@@ -8,16 +8,24 @@ from typing import Any
 from drivetrain.settings import RunSettings
 from drivetrain_config import Layers, resolve
 
+TOPIC = "Check"  # in `drivetrain --help`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckArguments:
     """The arguments of `drivetrain test`."""
 
-    num_processes: int = field(default=2, metadata={"help": "Number of processes to check with."})
-    cpu: bool = field(
-        default=False, metadata={"help": "Check on the CPU even where an accelerator is present."}
+    num_processes: int = field(
+        default=2, metadata={"help": "Number of processes to check with.", "brief": "Processes to check with"}
     )
-    layers: Layers = field(default_factory=lambda: Layers({}))
+    cpu: bool = field(
+        default=False,
+        metadata={
+            "help": "Check on the CPU even where an accelerator is present.",
+            "brief": "Check on the CPU",
+        },
+    )
+    layers: Layers = field(default_factory=lambda: Layers({}), metadata={"unread": ("launch",)})
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:

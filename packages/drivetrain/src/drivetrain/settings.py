@@ -21,6 +21,8 @@ class RunSettings:
     mixed_precision: Literal["no", "fp16", "bf16", "fp8", "auto"] = field(
         default="no",
         metadata={
+            "brief": "no, fp16, bf16, fp8 or auto",
+            "topic": "Training",
             "ask": "drivetrain.run_advice:ask_mixed_precision",
             "help": "Precision of forward and backward: no (the model's own), fp16, bf16, fp8 (linear layers in fp8 "
             "by precision.fp8_recipe, the rest in bf16), or auto for the best of the first three.",
@@ -29,6 +31,8 @@ class RunSettings:
     backend: str | None = field(
         default=None,
         metadata={
+            "brief": "ddp, fsdp, another one, or auto",
+            "topic": "Training",
             "ask": "drivetrain.run_advice:ask_backend",
             "plugins": "drivetrain.backends",
             "other_words": ("auto",),
@@ -39,6 +43,8 @@ class RunSettings:
     gradient_accumulation_steps: int = field(
         default=1,
         metadata={
+            "brief": "Micro-batches in a step",
+            "topic": "Training",
             "ask": "drivetrain.run_advice:ask_accumulation",
             "help": "Number of micro-batches in one optimizer step.",
         },
@@ -58,14 +64,26 @@ class RunSettings:
         },
     )
     cpu: bool = field(
-        default=False, metadata={"help": "Whether to train on the CPU even where an accelerator is present."}
+        default=False,
+        metadata={
+            "brief": "Train on the CPU",
+            "topic": "Processes",
+            "help": "Whether to train on the CPU even where an accelerator is present.",
+        },
     )
     seed: int | None = field(
-        default=None, metadata={"help": "Seed of every random number generator and of the data's order."}
+        default=None,
+        metadata={
+            "brief": "Seed of random numbers and of the data",
+            "topic": "Training",
+            "help": "Seed of every random number generator and of the data's order.",
+        },
     )
     project_dir: Path | None = field(
         default=None,
         metadata={
+            "brief": "Folder of checkpoints, logs and the plan",
+            "topic": "Results",
             "ask": "drivetrain.run_advice:ask_project_dir",
             "help": "Folder of checkpoints, logs and the effective plan.",
         },
@@ -73,6 +91,8 @@ class RunSettings:
     log_with: tuple[str, ...] = field(
         default=(),
         metadata={
+            "brief": "Trackers, such as jsonl; or all",
+            "topic": "Results",
             "ask": "drivetrain.run_advice:ask_log_with",
             "plugins": "drivetrain.trackers",
             "other_words": ("all", "module:Class"),
@@ -89,8 +109,10 @@ class RunSettings:
     verbose: bool = field(
         default=False,
         metadata={
+            "brief": "Print the whole plan",
+            "topic": "Results",
             "help": "Whether to print the full effective plan instead of the summary: every setting given or "
-            "chosen, and why."
+            "chosen, and why.",
         },
     )
 

@@ -30,10 +30,10 @@ _SECONDS = (
 )
 
 
-def _setting(default: Any, text: str, *, ask: str | None = None) -> Any:
-    """Return a field with its help, and the function of `launch_advice` that asks for it."""
+def _setting(default: Any, text: str, *, ask: str | None = None, brief: str = "") -> Any:
+    """Return a field with its help, whole and brief, and the function of `launch_advice` that asks for it."""
     asked = {} if ask is None else {"ask": f"drivetrain_launcher.launch_advice:{ask}"}
-    return field(default=default, metadata={"help": text, **asked})
+    return field(default=default, metadata={"help": text, "brief": brief, "topic": "Processes", **asked})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class LaunchSettings:
         None,
         "Number of processes on all nodes together; unset: one per visible accelerator, or one without any.",
         ask="ask_num_processes",
+        brief="Processes on all machines together",
     )
     processes_per_node: int | None = _setting(
         None, "Number of processes on each node, instead of num_processes."
@@ -53,6 +54,7 @@ class LaunchSettings:
         "Number of machines; start the launcher on each. Elastic with --num-nodes MIN:MAX, such as 1:4, "
         "or with min_nodes too.",
         ask="ask_num_nodes",
+        brief="Machines; MIN:MAX if elastic",
     )
     min_nodes: int | None = _setting(
         None,
@@ -63,13 +65,20 @@ class LaunchSettings:
         6.0, "Seconds without a sign of life after which an elastic run goes on without a machine."
     )
     node_rank: int | None = _setting(
-        None, "Rank of this machine among them, from 0; required with static rendezvous."
+        None,
+        "Rank of this machine among them, from 0; required with static rendezvous.",
+        brief="Rank of this machine, from 0",
     )
     master_addr: str | None = _setting(
-        None, "Host name or address of the machine with node rank 0.", ask="ask_master_addr"
+        None,
+        "Host name or address of the machine with node rank 0.",
+        ask="ask_master_addr",
+        brief="Host or address of node rank 0",
     )
     master_port: int | None = _setting(
-        None, "Port on master_addr; unset: any free port on one node, 29500 on several."
+        None,
+        "Port on master_addr; unset: any free port on one node, 29500 on several.",
+        brief="Port on that host",
     )
     cluster: str = field(
         default="auto",
@@ -96,13 +105,17 @@ class LaunchSettings:
     rdzv_timeout_seconds: float = _setting(
         900.0, "Seconds that nodes wait for each other before the launch fails."
     )
-    max_restarts: int = _setting(0, "Maximum number of restarts of all processes after a failure.")
+    max_restarts: int = _setting(
+        0, "Maximum number of restarts of all processes after a failure.", brief="Restarts after a failure"
+    )
     monitor_interval_seconds: float = _setting(0.1, "Seconds between two checks of the processes.")
     shutdown_timeout_seconds: float = _setting(
         30.0, "Seconds that processes have to save after Ctrl-C before they are killed."
     )
     devices: tuple[int | str, ...] = _setting(
-        (), "Accelerators of this node to use, such as 0,1; empty: all visible ones."
+        (),
+        "Accelerators of this node to use, such as 0,1; empty: all visible ones.",
+        brief="Accelerators to use, such as 0,1",
     )
     threads_per_process: int | None = _setting(
         None,
@@ -113,7 +126,9 @@ class LaunchSettings:
         "none", "Cores of each process: none (any) or auto (its own, on the NUMA node of its accelerator)."
     )
     module: bool = _setting(
-        False, "Whether the script is the name of a module; -m for short, as with python."
+        False,
+        "Whether the script is the name of a module; -m for short, as with python.",
+        brief="SCRIPT is a module's name; -m for short",
     )
     program: bool = _setting(False, "Whether the script is a program to start without Python.")
     through: str | None = _setting(
@@ -127,7 +142,9 @@ class LaunchSettings:
         "at the start and at each restart; empty: each rank is a fresh interpreter.",
     )
     log_dir: Path | None = _setting(  # noqa: RUF009 it returns a field
-        None, "Folder for the output of each process, in addition to the terminal."
+        None,
+        "Folder for the output of each process, in addition to the terminal.",
+        brief="Folder for the output of each process",
     )
     prefix: OutputPrefix = _setting(  # noqa: RUF009 it returns a field
         "others",

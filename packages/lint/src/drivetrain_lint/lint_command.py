@@ -1,4 +1,4 @@
-"""Find what hangs or trains wrong on several ranks in training scripts, without running them."""
+"""Find what hangs or trains wrong on several ranks."""
 
 import shutil
 import sys
@@ -13,6 +13,8 @@ from drivetrain_lint.reading.targets import find_targets
 from drivetrain_lint.reporters import as_github, as_json, as_sarif, as_text, summary
 from drivetrain_lint.rules.registry import choose_rules
 from drivetrain_messages import argument
+
+TOPIC = "Check"  # in `drivetrain --help`
 
 _FOUND = 1
 _WIDEST = 110

@@ -15,6 +15,7 @@ def argument(
     repeated: bool = False,
     rest: bool = False,
     plugins: str | None = None,
+    brief: str = "",
 ) -> Value:
     """Return the field of an argument.
 
@@ -25,6 +26,7 @@ def argument(
         repeated: Whether the flag may be given several times.
         rest: Whether the argument takes all words after the positional one, unchanged.
         plugins: The entry point group whose names are the values.
+        brief: The help in a few words, for the short help of a command with many flags.
     """
     metadata = {
         "help": text,
@@ -32,6 +34,7 @@ def argument(
         "repeated": repeated,
         "rest": rest,
         "plugins": plugins,
+        "brief": brief,
     }
     known: Any = MISSING if default is ... else default
     return field(default=known, metadata=metadata)

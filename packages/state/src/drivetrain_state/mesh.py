@@ -90,8 +90,9 @@ class MeshPlan:
         return found
 
 
-def _setting(text: str, *, default: Any = None, needs: str | None = None) -> Any:
-    return field(default=default, metadata={"help": text} | ({"needs": needs} if needs else {}))
+def _setting(text: str, *, default: Any = None, needs: str | None = None, brief: str = "") -> Any:
+    metadata = {"help": text, "brief": brief, "topic": "Training"}
+    return field(default=default, metadata=metadata | ({"needs": needs} if needs else {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +111,13 @@ class ParallelDims:
         "Number of model replicas, which read different samples; unset: the processes that are left."
     )
     shard: int | None = _setting(
-        "Number of processes that divide one replica's parameters and read different samples (FSDP)."
+        "Number of processes that divide one replica's parameters and read different samples (FSDP).",
+        brief="Processes that divide the parameters",
     )
     context: int | None = _setting("Number of processes that divide each sequence.")
-    tensor: int | None = _setting("Number of processes that divide each layer.")
+    tensor: int | None = _setting(
+        "Number of processes that divide each layer.", brief="Processes that divide each layer"
+    )
     pipeline: int | None = _setting("Number of processes that each hold some of the layers.")
     expert: int | None = _setting(
         "Number of processes that hold different experts; divides shard x context x tensor."

@@ -6,8 +6,9 @@ from typing import Any, Literal, get_args
 OnError = Literal["raise", "warn"]
 
 
-def _setting(default: Any, text: str, *, needs: str | None = "run.log_with") -> Any:
-    return field(default=default, metadata={"help": text} | ({"needs": needs} if needs else {}))
+def _setting(default: Any, text: str, *, needs: str | None = "run.log_with", brief: str = "") -> Any:
+    metadata = {"help": text, "brief": brief, "topic": "Results"}
+    return field(default=default, metadata=metadata | ({"needs": needs} if needs else {}))
 
 
 _MEASURES = "throughput or throughput_every_steps or live_line"
@@ -34,6 +35,7 @@ class TrackingSettings:
         False,
         "Whether to measure samples, tokens and steps a second, and the time of each phase of a step.",
         needs=None,
+        brief="Measure samples and tokens a second",
     )
     throughput_every_steps: int | None = _setting(
         None,

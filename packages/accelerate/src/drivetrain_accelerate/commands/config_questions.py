@@ -1,4 +1,4 @@
-"""Ask drivetrain's questions in place of Accelerate's, and write a settings file of drivetrain's."""
+"""Ask drivetrain's questions, and write its settings file."""
 
 from argparse import Namespace
 from dataclasses import dataclass, field

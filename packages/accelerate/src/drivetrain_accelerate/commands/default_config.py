@@ -1,4 +1,4 @@
-"""Write Accelerate's configuration file for this machine without questions, and update older files."""
+"""Write or update Accelerate's configuration file."""
 
 import sys
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""Print Accelerate's report of an environment, and drivetrain's own."""
+"""Print what Accelerate and drivetrain report of a machine."""
 
 import platform
 import sys

@@ -1,4 +1,4 @@
-"""Convert a configuration file of Accelerate's from FSDP1's keys to FSDP2's."""
+"""Convert Accelerate's file from FSDP1's keys to FSDP2's."""
 
 import sys
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""Check an installation by drivetrain's checks, in place of Accelerate's test script."""
+"""Check this installation by drivetrain's checks."""
 
 from argparse import Namespace
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Run a script written for Accelerate on one process or many, with the interface installed in each.
+"""Launch a script written for Accelerate.
 
 Programs that start a launch by themselves find its command line and its variables here too.
 """
@@ -53,13 +53,17 @@ class AccelerateLaunchArguments:
     config: str = field(
         default="",
         metadata={
+            "brief": "File of settings; none: not even a found one",
             "help": "File of settings, drivetrain's or Accelerate's, --config_file too; none: not even one that is "
-            "found. Unset: drivetrain's, where it is found, or else Accelerate's default_config.yaml."
+            "found. Unset: drivetrain's, where it is found, or else Accelerate's default_config.yaml.",
         },
     )
     dry_run: bool = field(
         default=False,
-        metadata={"help": "Print the plan, with each rank's command and environment; start nothing."},
+        metadata={
+            "help": "Print the plan, with each rank's command and environment; start nothing.",
+            "brief": "Print the plan; start nothing",
+        },
     )
     layers: Layers = field(default_factory=lambda: Layers({}))
 

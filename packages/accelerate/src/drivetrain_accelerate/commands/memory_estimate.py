@@ -1,4 +1,4 @@
-"""Estimate a hub model's memory by dtype: for its weights, and for training with Adam."""
+"""Estimate a hub model's memory by dtype."""
 
 import sys
 from argparse import Namespace

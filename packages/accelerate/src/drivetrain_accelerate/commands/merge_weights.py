@@ -1,4 +1,4 @@
-"""Merge the weights of a sharded checkpoint, written by drivetrain or by torch's FSDP, into one export."""
+"""Merge a sharded checkpoint's weights into one export."""
 
 import sys
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""Run a script under the real Accelerate and under drivetrain for a few steps, and compare its losses.
+"""Compare a script's losses under Accelerate and drivetrain.
 
 As a program with the arguments (real | ours) FILE STEPS (SCRIPT | -m MODULE) ..., this module runs one side and
 writes each loss of a rank as a line of FILE.RANK.

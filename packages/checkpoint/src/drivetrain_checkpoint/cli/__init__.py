@@ -1,1 +1,3 @@
-"""The `drivetrain checkpoint` commands: list, show and verify checkpoints, merge shards, delete old checkpoints."""
+"""List, show, verify, merge and delete checkpoints."""
+
+TOPIC = "Checkpoints"  # in `drivetrain --help`

@@ -1,4 +1,4 @@
-"""List the checkpoints of a folder: step, time, size, and whether each is valid."""
+"""List a folder's checkpoints: step, time, size, state."""
 
 import json
 import sys

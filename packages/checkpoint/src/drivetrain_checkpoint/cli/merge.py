@@ -1,4 +1,4 @@
-"""Write a model of a sharded checkpoint as safetensors that Hugging Face's libraries read."""
+"""Write a sharded checkpoint's model as safetensors."""
 
 import sys
 from dataclasses import dataclass

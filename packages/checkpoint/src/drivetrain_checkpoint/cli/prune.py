@@ -1,4 +1,4 @@
-"""Delete the old checkpoints of a folder and the leftovers of incomplete saves."""
+"""Delete old checkpoints, and what unfinished saves left."""
 
 import sys
 from collections.abc import Sequence

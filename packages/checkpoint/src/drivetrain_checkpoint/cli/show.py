@@ -1,4 +1,4 @@
-"""Show the content of a checkpoint: when and by how many ranks it was saved, its models, files and tensors."""
+"""Show a checkpoint: models, files, tensors, ranks."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Verify every block of a checkpoint, or of all checkpoints in a folder, and report damage by file and byte."""
+"""Verify every block of a checkpoint, and report damage."""
 
 import sys
 from dataclasses import dataclass

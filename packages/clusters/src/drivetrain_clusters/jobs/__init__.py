@@ -1,1 +1,3 @@
-"""Submitted jobs: their records, their output, the commands that follow and cancel them."""
+"""Follow and cancel submitted jobs, by their records."""
+
+TOPIC = "Run"  # in `drivetrain --help`

@@ -3,7 +3,7 @@
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from drivetrain_config.settings.advice import Ask
 from drivetrain_config.values.kinds import (
@@ -46,6 +46,8 @@ class FieldSpec:
         plugins: The entry point group whose names are the values of the field; None if the values name no plug-ins.
         other_words: The values besides plug-in names, such as "auto"; `module:Class` stands for every such pair.
         is_json_file: Whether a path among the values names a JSON file, which a launch checks before ranks start.
+        brief: The line of the flag in a short help; a field without one stands in the whole help alone.
+        topic: The heading of that line.
     """
 
     section: str
@@ -58,13 +60,28 @@ class FieldSpec:
     plugins: str | None = None
     other_words: tuple[str, ...] = ()
     is_json_file: bool = False
+    brief: str = ""
+    topic: str = ""
 
     @property
     def shown_default(self) -> str:
         """The default, formatted for a line of help or a table."""
         if self.default is MISSING:
             return "none, must be given"
+        if isinstance(self.default, tuple) and self.default:
+            return ",".join(map(shown, cast("tuple[Any, ...]", self.default)))
         return "***" if self.secret and self.default is not None else shown(self.default)
+
+    @property
+    def metavar(self) -> str:
+        """The word that stands for a value in the help."""
+        kinds = members(self.kind)
+        if is_list := is_sequence(kinds[0]):
+            kinds = members(item_kind(kinds[0]))
+        word = "N" if int in kinds else "PATH" if Path in kinds else "NAME" if self.plugins else ""
+        if not word or (str in kinds and not self.plugins):
+            return self.name.strip("_").rpartition("_")[2].upper()
+        return f"{word},..." if is_list else word
 
     @property
     def words(self) -> tuple[str, ...] | None:
@@ -84,7 +101,11 @@ class Flag:
         name: The flag itself, such as "--num-processes".
         is_switch: Whether the field is a bool: the flag takes no value and has a negative form, `--no-...`.
         choices: The allowed values if the type is a closed list; else None.
-        help: The description in one sentence; "%" is doubled, as argparse requires.
+        help: The description in one sentence, with the default.
+        metavar: The word that stands for the value.
+        brief: The description in a few words, for a short help; empty for a flag that a short help leaves out.
+        topic: The heading of the flag in a short help.
+        is_on: Whether the default of a switch is true.
     """
 
     name: str
@@ -93,6 +114,10 @@ class Flag:
     is_switch: bool
     choices: tuple[str, ...] | None
     help: str
+    metavar: str = ""
+    brief: str = ""
+    topic: str = ""
+    is_on: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +155,8 @@ def specs(section_type: type[Any], section: str) -> tuple[FieldSpec, ...]:
             plugins=field.metadata.get("plugins"),
             other_words=tuple(field.metadata.get("other_words", ())),
             is_json_file=bool(field.metadata.get("json_file")),
+            brief=field.metadata.get("brief") or "",
+            topic=field.metadata.get("topic") or section,
         )
         for field in fields(section_type)
         if field.init
@@ -159,11 +186,21 @@ def flags(section_type: type[Any], section: str) -> tuple[Flag, ...]:
             field=spec.name,
             is_switch=members(spec.kind) == (bool,),
             choices=spec.words,
-            help=f"{spec.help.rstrip('.')} (default: {spec.shown_default})".replace("%", "%%"),
+            help=f"{spec.help.rstrip('.')} (default: {spec.shown_default})",
+            metavar=spec.metavar,
+            brief=_brief(spec),
+            topic=spec.topic,
+            is_on=spec.default is True,
         )
         for spec in specs(section_type, section)
         if not spec.secret
     )
+
+
+def _brief(spec: FieldSpec) -> str:
+    """Return the line of a short help, with a default that says something."""
+    says_nothing = spec.default in (MISSING, None, (), "") or isinstance(spec.default, bool)
+    return spec.brief if says_nothing or not spec.brief else f"{spec.brief} (default: {spec.shown_default})"
 
 
 def json_schema(section_type: type[Any], section: str) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Plan the placement of a Hugging Face model: memory per device, and time per token. Nothing is loaded."""
+"""Plan the devices of a model that is too large for one."""
 
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from drivetrain_dispatch.cli.huggingface import (
     token_after,
     whole_classes,
 )
+from drivetrain_dispatch.cli.plan_arguments import PlanArguments
 from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.blocks import blocks_of
@@ -30,7 +31,9 @@ from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
 from drivetrain_dispatch.quantization.protocol import Quantization, quantized_sizes
-from drivetrain_messages import argument, format_size, format_table, parse_size
+from drivetrain_messages import format_size, format_table, parse_size
+
+TOPIC = "Plan"  # in `drivetrain --help`
 
 _SEQ = 4096  # default number of tokens in a prompt, if the model takes as many
 Parsed = TypeVar("Parsed")
@@ -50,53 +53,6 @@ _QUANTIZATIONS: dict[str, Callable[[], Quantization]] = {
     "torchao-int8": lambda: _torchao("Int8WeightOnlyConfig"),
     "torchao-fp8": lambda: _torchao("Float8WeightOnlyConfig"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanArguments:
-    """The arguments of `drivetrain dispatch plan`."""
-
-    model_dir: str = argument(
-        ..., "Folder of a Hugging Face model; config.json alone is enough.", positional=True
-    )
-    gpu: tuple[str, ...] = argument(
-        (),
-        "Memory of each accelerator, such as 24GB,24GB or '8x80GB h100'; by default, those of this machine. 0GB for "
-        "none.",
-    )
-    cpu: str | None = argument(None, "Memory of the host, such as 64GB; by default, what is free here.")
-    batch: int = argument(1, "Number of prompts at once.")
-    seq: int | None = argument(None, "Tokens per prompt; by default 4096, or the model's limit if less.")
-    dtype: Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"] | None = argument(
-        None, "bf16, fp16 or fp32; by default, the dtype in config.json."
-    )
-    quantize: Literal["bnb-8bit", "bnb-nf4", "bnb-fp4", "torchao-int8", "torchao-fp8"] | None = argument(
-        None, "How weights are packed: bnb-8bit, bnb-nf4, bnb-fp4, torchao-int8 or torchao-fp8."
-    )
-    link: str | None = argument(
-        None, "Bytes per second from the host to an accelerator; by default its kind's, or 25GB."
-    )
-    disk: str = argument("3GB", "Bytes per second from the disk.")
-    tflops: float | None = argument(
-        None,
-        "Compute rate in 10^12 operations per second; by default that of the accelerator's kind, 100 if unknown, or "
-        "0.5 without one.",
-    )
-    bandwidth: str | None = argument(
-        None,
-        "Memory bandwidth of what computes, in bytes per second; by default that of the accelerator's kind, 1TB if "
-        "unknown, or 50GB without one.",
-    )
-    json: bool = argument(False, "Print JSON, for programs.")
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "seq"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: must be at least 1")
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise ValueError(f"--dtype {self.dtype}: say one of {', '.join(_DTYPES)}")
-        if self.quantize is not None and self.quantize not in _QUANTIZATIONS:
-            raise ValueError(f"--quantize {self.quantize}: say one of {', '.join(_QUANTIZATIONS)}")
 
 
 def run(arguments: PlanArguments) -> int:

@@ -4,7 +4,8 @@ A command's arguments are a frozen dataclass. Each field becomes a flag, named b
 `drivetrain_config.settings.schema.flag_name` like the fields of a section, with these exceptions:
 
 - a field of type `Layers` provides the flags of every installed section, and `--config FILE`; with metadata
-  `{"finds_file": True}`, a settings file is found without `--config` too;
+  `{"finds_file": True}`, a settings file is found without `--config` too; `{"unread": ("launch",)}` names the
+  sections that the command does not read, which provide no flags;
 - a positional argument may be left out if it has a default; the last one takes several if it is a tuple;
 - a repeated argument, a tuple of strings, is a flag that may be given several times;
 - an underscore at the end of a field's name, as in `from_`, is not part of its flag;
@@ -24,22 +25,24 @@ from drivetrain_config.values.conversion import convert
 from drivetrain_launcher.cli.flag_aliases import ours, refusal
 from drivetrain_launcher.cli.foreign_flags import ForeignFlags, add_meanings, translator_of
 from drivetrain_launcher.cli.given_flags import GivenFlags
+from drivetrain_launcher.cli.help_page import Page
+from drivetrain_launcher.cli.help_text import OWN, CommandHelp
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.process_counts import settle_process_counts
 from drivetrain_messages import suggest
 
-# The key of the command's own flags, among the names of sections.
-_OWN = ""
 # The sections whose flags come first in the help.
 _FIRST = ("launch", "run")
-_SEE_HELP = "--help lists what there is"
+_SEE_HELP = "--help-all lists what there is"
 _CONFIG = Flag(
     name="--config",
-    section=_OWN,
+    section=OWN,
     field="config",
     is_switch=False,
     choices=None,
     help="File of settings: YAML, TOML or JSON, or one of Accelerate's YAML files; none: not even one that is found.",
+    metavar="PATH",
+    brief="File of settings; none: not even a found one",
 )
 
 
@@ -72,7 +75,7 @@ class CommandParser:
     def parse(self, tokens: Sequence[str]) -> Any:
         """Parse a command line into the command's dataclass; for `--help`, print the help and raise SystemExit."""
         given, words, rest = self._scan(tokens)
-        own: dict[str, Any] = {**given.said.pop(_OWN, {}), **dict(zip(self.positionals, words, strict=False))}
+        own: dict[str, Any] = {**given.said.pop(OWN, {}), **dict(zip(self.positionals, words, strict=False))}
         for name in self._find_needed():
             if name not in own and name not in (self.rest, self.layers):
                 shown = name.upper() if name in self.positionals else _own_flag(name)
@@ -109,6 +112,21 @@ class CommandParser:
         """True if the last positional argument takes one or more words."""
         return bool(self.positionals) and get_origin(self.types[self.positionals[-1]]) is tuple
 
+    @property
+    def help(self) -> CommandHelp:
+        """The help of the command."""
+        needed = self._find_needed()
+        words = [name.upper() if name in needed else f"[{name.upper()}]" for name in self.positionals]
+        words += [f"[{words[-1]} ...]"] if self.takes_several else []
+        rest = [] if self.rest is None else [self.rest]
+        return CommandHelp(
+            command=self.command,
+            usage=[*words, *(f"[{name.upper()} ...]" for name in rest)],
+            summary=self.summary,
+            arguments=[(name.upper(), self._find_help(name)) for name in (*self.positionals, *rest)],
+            groups=self.groups,
+        )
+
     def _find_needed(self) -> list[str]:
         """Return the names of the fields without a default."""
         return [
@@ -133,8 +151,8 @@ class CommandParser:
                 del waiting[:1]
             elif token == "-" or not token.startswith("-"):
                 words.append(token)
-            elif token in ("-h", "--help"):
-                sys.stdout.write(self.help_text())
+            elif token in ("-h", "--help", "--help-all"):
+                sys.stdout.write(self.help.text(Page.of_terminal(), has_all=token == "--help-all"))
                 raise SystemExit(0)
             else:
                 self._take(token, waiting, given, foreign)
@@ -147,7 +165,7 @@ class CommandParser:
         """Add a flag, with its value from the waiting tokens, to `given` or to another program's flags."""
         written, equals, text = token.partition("=")
         own = self.flags.get(written.replace("_", "-"))
-        if self.layers is not None and (own is None or own.section != _OWN):
+        if self.layers is not None and (own is None or own.section != OWN):
             translator = translator_of(written, self.flags)
             if translator is not None:
                 value = text if equals else _next(written, waiting)
@@ -161,7 +179,7 @@ class CommandParser:
         if flag is None:
             if (reason := refusal(written)) is not None:
                 raise UsageError(f"{written}: {reason}")
-            names = ", ".join(section for section in self.groups if section != _OWN)
+            names = ", ".join(section for section in self.groups if section != OWN)
             meant = suggest(written.replace("_", "-"), self.flags)
             if not meant and names:
                 meant = f"; the installed packages provide those of {names}"
@@ -188,34 +206,11 @@ class CommandParser:
             value = ""
         given.add(flag, value, written=written, is_implied=bool(implied))
 
-    def help_text(self) -> str:
-        """Return the text for `--help`."""
-        from argparse import ArgumentParser
-
-        needed = self._find_needed()
-        positionals = [name.upper() for name in self.positionals]
-        shown = [word if word.lower() in needed else f"[{word}]" for word in positionals]
-        shown += [f"[{shown[-1]} ...]"] if self.takes_several else []
-        shown += [] if self.rest is None else [f"[{self.rest.upper()} ...]"]
-        usage = " ".join([f"drivetrain {self.command} [flags]", *shown])
-        parser = ArgumentParser(description=self.summary, usage=usage, add_help=False)
-        for name in (*self.positionals, *([] if self.rest is None else [self.rest])):
-            parser.add_argument(name.upper(), help=self._find_help(name))
-        for name, flags_of_section in self.groups.items():
-            group = parser.add_argument_group("flags" if name == _OWN else f"the {name} section")
-            for flag in flags_of_section:
-                if flag.is_switch:
-                    group.add_argument(f"--[no-]{flag.name[2:]}", help=flag.help, action="store_true")
-                else:
-                    choices = None if flag.choices is None else "{" + ",".join(flag.choices) + "}"
-                    group.add_argument(flag.name, help=flag.help, metavar=choices or flag.field.upper())
-        return parser.format_help()
-
 
 def _next(written: str, waiting: list[str], flag: Flag | None = None) -> str:
     """Remove the value of a flag from the waiting tokens and return it."""
     if not waiting or waiting[0].startswith("--"):
-        hint = "" if flag is None else f"; {flag.help.replace('%%', '%')}"
+        hint = "" if flag is None else f"; {flag.help}"
         raise UsageError(f"{written}: needs a value{hint}")
     return waiting.pop(0)
 
@@ -228,15 +223,16 @@ def build_parser(command: str, arguments: type[Any], summary: str) -> CommandPar
     rest = next((field.name for field in described if field.metadata.get("rest")), None)
     layers = next((field.name for field in described if types[field.name] is Layers), None)
     own = {
-        name: replace(flag, name=name, section=_OWN)
+        name: replace(flag, name=name, section=OWN)
         for flag in flags(arguments, command)
         if flag.field not in (*positionals, rest, layers) and (name := _own_flag(flag.field))
     }
     if layers is not None:
         own.setdefault(_CONFIG.name, _CONFIG)  # a command may have its own, to know what was named
-    groups = {_OWN: tuple(own.values())}
+    groups = {OWN: tuple(own.values())}
     if layers is not None:
-        installed = sections()
+        unread = next(field.metadata.get("unread", ()) for field in described if field.name == layers)
+        installed = {name: kind for name, kind in sections().items() if name not in unread}
         for section in sorted(installed, key=lambda name: (name not in _FIRST, name)):
             # A command's own flag hides a section's flag of the same name.
             groups[section] = tuple(

@@ -1,4 +1,4 @@
-"""Watch the memory of another program: a running process, or a command that the watcher starts."""
+"""Watch the memory of a process, or of a command."""
 
 import signal
 import subprocess

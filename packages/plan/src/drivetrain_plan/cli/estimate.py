@@ -1,28 +1,31 @@
-"""Estimate the memory that training a Hugging Face model takes, by dtype and by way to train. Nothing is loaded."""
+"""Estimate the memory that training a model takes."""
 
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from drivetrain_dispatch.cli.huggingface import whole_classes
 from drivetrain_dispatch.errors import CostError
-from drivetrain_messages import argument, format_size, format_table
+from drivetrain_messages import format_size, format_table
 from drivetrain_plan.choice import PlanChoice, Strategy
+from drivetrain_plan.cli.estimate_arguments import EstimateArguments
 from drivetrain_plan.model.huggingface import build_to_train
 from drivetrain_plan.model.layers import num_blocks
 from drivetrain_plan.model.source import BuiltSource, ConfigSource
-from drivetrain_plan.model.training_modes import MODES, OPTIMIZERS, TrainingMode
+from drivetrain_plan.model.training_modes import MODES, TrainingMode
 from drivetrain_plan.model.weight_sizes import WeightSizes, sizes_of_files, sizes_of_model
 from drivetrain_plan.planner import run_extrapolated
 from drivetrain_plan.program.rank_step import run_rank
 from drivetrain_plan.search.memory import divided_by_stage, memory_of
 from drivetrain_weights import WeightFilesError
+
+TOPIC = "Plan"  # in `drivetrain --help`
 
 _STRATEGIES: Mapping[str, Strategy] = {
     "ddp": "none",
@@ -34,47 +37,6 @@ _STRATEGIES: Mapping[str, Strategy] = {
 # The bytes of a mode by what they are, or why they are not told.
 _Estimate: TypeAlias = Mapping[str, int] | str
 _USAGE = 2  # exit code of a command that cannot be carried out
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateArguments:
-    """The arguments of `drivetrain estimate`."""
-
-    model: str = argument(
-        ...,
-        "Folder of a Hugging Face model, or its config.json; or a file of weights, or their index.",
-        positional=True,
-    )
-    mode: tuple[Literal["inference", "fp32", "mixed", "bf16", "lora"], ...] = argument(
-        ("inference", "fp32", "mixed", "bf16", "lora"),
-        f"Ways to train, of {', '.join(MODES)}; by default, all of them.",
-    )
-    batch: int = argument(1, "Number of samples in a step of one process.")
-    seq: int = argument(1024, "Number of tokens in a sample.")
-    optimizer: Literal["adamw", "adamw-fused", "adamw-loop", "sgd", "sgd-momentum", "adafactor"] = argument(
-        "adamw", f"Optimizer: {', '.join(OPTIMIZERS)}; adamw as torch runs it on a GPU."
-    )
-    recompute: bool = argument(False, "Compute activations again in the backward (activation checkpointing).")
-    lora_rank: int = argument(16, "Rank of the adapters of mode lora.")
-    num_processes: int = argument(
-        1, "Number of processes, each of which computes whole layers and sequences."
-    )
-    sharding: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = argument(
-        "fsdp", f"What processes divide among them: {', '.join(_STRATEGIES)}."
-    )
-    json: bool = argument(False, "Print JSON, for programs.")
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "seq", "lora_rank", "num_processes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        for name, values, allowed in (
-            ("mode", self.mode, tuple(MODES)),
-            ("optimizer", (self.optimizer,), tuple(OPTIMIZERS)),
-            ("sharding", (self.sharding,), tuple(_STRATEGIES)),
-        ):
-            if unknown := [value for value in values if value not in allowed]:
-                raise ValueError(f"--{name} {unknown[0]}: say one of {', '.join(allowed)}")
 
 
 def run(arguments: EstimateArguments) -> int:

@@ -1,63 +1,29 @@
-"""Plan how to train a model on given hardware: a table, the best plan whole, its launch line and settings file."""
+"""Plan how to train a model on given hardware."""
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict, fields
+from typing import Any
 
 from drivetrain_dispatch.errors import CostError
-from drivetrain_messages import argument, format_size, format_table
+from drivetrain_messages import format_size, format_table
 from drivetrain_plan.choice import PlanChoice
+from drivetrain_plan.cli.plan_arguments import PlanTrainingArguments
 from drivetrain_plan.errors import PlanError
 from drivetrain_plan.hardware import parse_hardware
 from drivetrain_plan.model.source import find_source
-from drivetrain_plan.model.training_modes import MODES, OPTIMIZERS
+from drivetrain_plan.model.training_modes import MODES
 from drivetrain_plan.picture import draw_plans
 from drivetrain_plan.planner import plan_training
 from drivetrain_plan.search.candidates import TrainingJob
 from drivetrain_plan.search.memory import DeviceMemory
 from drivetrain_plan.search.ranking import PlanTable, TrainingPlan
 
+TOPIC = "Plan"  # in `drivetrain --help`
+
 _USAGE = 2  # exit code of a command that cannot be carried out
 _COMPONENTS = tuple(each.name for each in fields(DeviceMemory))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanTrainingArguments:
-    """The arguments of `drivetrain plan`."""
-
-    model: str = argument(
-        ...,
-        "Folder of a Hugging Face model, or its config.json; or module:factory, a function that returns a model.",
-        positional=True,
-    )
-    gpu: str = argument(
-        ..., "Devices of a host, and hosts: '8x80GB h100', '8x80GB h100 x 4 hosts 400Gb', '2x8GB cpu'."
-    )
-    batch: int = argument(..., "Number of samples in an optimizer step, of all processes together.")
-    sequence: int = argument(1024, "Number of tokens in a sample.")
-    mode: Literal["fp32", "mixed", "bf16", "lora"] = argument(
-        "mixed",
-        "Dtypes: fp32, mixed (weights in fp32, computing in bf16), bf16, or lora (frozen bf16, adapters).",
-    )
-    optimizer: Literal["adamw", "adamw-fused", "adamw-loop", "sgd", "sgd-momentum", "adafactor"] = argument(
-        "adamw", f"Optimizer: {', '.join(OPTIMIZERS)}."
-    )
-    lora_rank: int = argument(16, "Rank of the adapters of mode lora.")
-    pin: tuple[str, ...] = argument(
-        (), "Parts of the plan that are given, such as tensor=2,strategy=full_shard; the rest is chosen."
-    )
-    deepspeed: bool = argument(False, "Whether plans of DeepSpeed's ZeRO are candidates.")
-    show: int = argument(8, "Number of plans in the table.")
-    picture: Path | None = argument(None, "SVG file to draw the plans' memory to.")
-    json: bool = argument(False, "Print JSON, for programs.")
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "sequence", "lora_rank", "show"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
 
 
 def run(arguments: PlanTrainingArguments) -> int:

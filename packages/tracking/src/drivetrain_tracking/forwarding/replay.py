@@ -1,4 +1,4 @@
-"""Send a run's log to a platform after the run: `drivetrain track replay FOLDER --to wandb`."""
+"""Send a run's log to a platform after the run."""
 
 import sys
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from drivetrain_tracking.forwarding.deliver_until_end import deliver_until_end
 from drivetrain_tracking.forwarding.delivery import Delivery
 from drivetrain_tracking.forwarding.writer_main import open_forwarder
 from drivetrain_tracking.spool.line import LOG_NAME
+
+TOPIC = "Watch"  # in `drivetrain --help`
 
 _UNDELIVERED, _USAGE = 1, 2  # exit codes
 

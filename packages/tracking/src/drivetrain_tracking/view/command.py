@@ -1,4 +1,4 @@
-"""The command `drivetrain track view`: serve a page that shows runs."""
+"""Serve a page that shows runs."""
 
 import errno
 import os
@@ -13,6 +13,8 @@ from drivetrain_tracking.spool.line import LOG_NAME
 from drivetrain_tracking.view.log_reader import find_logs, parse_lines
 from drivetrain_tracking.view.run_collection import RunCollection
 from drivetrain_tracking.view.server import ViewServer
+
+TOPIC = "Watch"  # in `drivetrain --help`
 
 _USAGE = 2  # exit code of a command that cannot be carried out
 _MOST_PORT = 65535

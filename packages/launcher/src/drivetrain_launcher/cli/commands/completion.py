@@ -1,4 +1,4 @@
-"""Print a script that completes the command line in bash, zsh or fish."""
+"""Print a script that completes commands in a shell."""
 
 import sys
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ from drivetrain_config import commands
 from drivetrain_launcher.cli.completion.command_words import read_commands, section_flags
 from drivetrain_launcher.cli.completion.shell_scripts import SHELLS, shell_script
 from drivetrain_messages import argument, suggest
+
+TOPIC = "Set up"  # in `drivetrain --help`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Ask what matters for a run on this machine, and write it as a settings file."""
+"""Ask what matters here, and write a settings file."""
 
 import sys
 from collections.abc import Mapping
@@ -27,6 +27,8 @@ from drivetrain_launcher.wizard.settings_text import (
 )
 from drivetrain_messages import argument, say
 
+TOPIC = "Set up"  # in `drivetrain --help`
+
 _FILE = Path("drivetrain.yaml")
 _INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 
@@ -35,10 +37,24 @@ _INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 class ConfigArguments:
     """The arguments of `drivetrain config`."""
 
-    output: Path = argument(_FILE, "File to write, ending in .yaml; launches find the default by themselves.")
-    yes: bool = argument(False, "Take every recommended answer, and ask nothing.")
-    from_: Path | None = argument(None, "Settings file to convert, such as Accelerate's YAML; asks nothing.")
-    force: bool = argument(False, "Replace a file that is there without asking; a copy is kept.")
+    output: Path = argument(
+        _FILE,
+        "File to write, ending in .yaml; launches find the default by themselves.",
+        brief="YAML file to write",
+    )
+    yes: bool = argument(
+        False, "Take every recommended answer, and ask nothing.", brief="Take every recommended answer"
+    )
+    from_: Path | None = argument(
+        None,
+        "Settings file to convert, such as Accelerate's YAML; asks nothing.",
+        brief="Settings file to convert",
+    )
+    force: bool = argument(
+        False,
+        "Replace a file that is there without asking; a copy is kept.",
+        brief="Replace a file that is there",
+    )
     layers: Layers = field(default_factory=lambda: Layers({}))
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Show every setting in force as YAML, each with its source."""
+"""Show every setting in force, each with its source."""
 
 import sys
 from dataclasses import dataclass, field
@@ -10,6 +10,8 @@ from drivetrain_launcher.wizard.questionnaire import in_order
 from drivetrain_launcher.wizard.settings_text import yaml_value
 from drivetrain_messages import argument
 
+TOPIC = "Set up"  # in `drivetrain --help`
+
 _MOST_COLUMNS = 48  # where a source stands, unless its setting is longer
 
 
@@ -17,7 +19,9 @@ _MOST_COLUMNS = 48  # where a source stands, unless its setting is longer
 class ConfigShowArguments:
     """The arguments of `drivetrain config show`."""
 
-    defaults: bool = argument(True, "Show the settings that nobody has set, too.")
+    defaults: bool = argument(
+        True, "Show the settings that nobody has set, too.", brief="Leave out what nobody has set"
+    )
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 

@@ -1,4 +1,4 @@
-"""Change settings of a file, with its comments kept; turn Accelerate's file into drivetrain's."""
+"""Change settings of a file, and keep its comments."""
 
 import sys
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from drivetrain_launcher.cli.commands.config_validate import file_or_found
 from drivetrain_launcher.wizard.settings_text import write_settings
 from drivetrain_launcher.wizard.settings_update import updated_text
 from drivetrain_messages import argument
+
+TOPIC = "Set up"  # in `drivetrain --help`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

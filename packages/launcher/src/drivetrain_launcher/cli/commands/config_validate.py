@@ -1,4 +1,4 @@
-"""Check a settings file: unknown names, wrong values, contradictions."""
+"""Check a settings file for unknown names and values."""
 
 import sys
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from drivetrain_config.plugins.installed import entry_points
 from drivetrain_config.settings.file_review import review_file
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_messages import argument, say
+
+TOPIC = "Set up"  # in `drivetrain --help`
 
 _INVALID = 1
 

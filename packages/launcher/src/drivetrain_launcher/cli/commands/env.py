@@ -1,4 +1,4 @@
-"""Show versions, devices, and every setting with its source."""
+"""Show versions, devices, and every setting."""
 
 import json
 import platform
@@ -13,12 +13,16 @@ from drivetrain_config.settings.schema import specs
 from drivetrain_config.values.kinds import plain
 from drivetrain_messages import argument, format_table
 
+TOPIC = "Set up"  # in `drivetrain --help`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvArguments:
     """The arguments of `drivetrain env`."""
 
-    json: bool = argument(False, "Print JSON, for programs and bug reports.")
+    json: bool = argument(
+        False, "Print JSON, for programs and bug reports.", brief="Print JSON, for programs and bug reports"
+    )
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 

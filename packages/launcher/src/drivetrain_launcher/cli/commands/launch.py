@@ -1,4 +1,4 @@
-"""Run a script on one process or many, on one machine or many."""
+"""Launch a script on many processes."""
 
 import sys
 from dataclasses import dataclass, field, replace
@@ -12,6 +12,8 @@ from drivetrain_launcher.plan.launch_planner import plan_launch
 from drivetrain_launcher.plan.resolved_launch import find_own_placement, resolve_launch
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_messages import argument
+
+TOPIC = "Run"  # in `drivetrain --help`
 
 # Entry points of modules that scripts run through: what they need imported first in the process of `--preload`.
 PRELOAD_GROUP = "drivetrain.preload"
@@ -28,13 +30,15 @@ class LaunchArguments:
         (), "The script's own arguments, handed to it untouched.", rest=True
     )
     dry_run: bool = argument(
-        False, "Print the plan, with each rank's command and environment; start nothing."
+        False,
+        "Print the plan, with each rank's command and environment; start nothing.",
+        brief="Print the plan; start nothing",
     )
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 
 def run(arguments: LaunchArguments) -> int:
-    """Run a script on one process or many, here or on many machines."""
+    """Launch a script on many processes, here or on many machines."""
     placement = find_own_placement(arguments.layers)
     resolved = resolve_launch(arguments.layers, placement=placement)
     launch = resolved.launch

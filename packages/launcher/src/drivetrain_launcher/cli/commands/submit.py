@@ -16,6 +16,8 @@ from drivetrain_launcher.submit.named_values import read_variables
 from drivetrain_launcher.submit.submit_arguments import SubmitArguments
 from drivetrain_messages import say
 
+TOPIC = "Run"  # in `drivetrain --help`
+
 
 def run(arguments: SubmitArguments) -> int:
     """Submit a job to a cluster, and show its output until it ends."""

@@ -1,4 +1,4 @@
-"""Show the last lines of each rank's output file, also while the run goes on."""
+"""Show the last lines of each rank's output."""
 
 import os
 import sys
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from drivetrain_launcher.errors import UsageError
 from drivetrain_messages import argument
+
+TOPIC = "Watch"  # in `drivetrain --help`
 
 # What is read from the end of a file for each line that is asked for.
 _LINE_BYTES = 4096

@@ -16,7 +16,8 @@ from drivetrain_config.plugins.installed import EntryPoint
 from drivetrain_config.settings.plugin_names import plugin_names
 from drivetrain_config.settings.schema import flags, specs
 from drivetrain_config.values.kinds import choices, is_sequence, item_kind, members
-from drivetrain_launcher.module_summary import module_summary, parse_module
+from drivetrain_launcher.cli.command_arguments import find_argument_class, find_function
+from drivetrain_launcher.module_summary import module_summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ def section_flags() -> tuple[FlagWords, ...]:
     for section, kind in sections().items():
         known = {spec.name: spec for spec in specs(kind, section)}
         for flag in flags(kind, section):
-            spec, about = known[flag.field], flag.help.replace("%%", "%")
+            spec, about = known[flag.field], flag.help
             if flag.is_switch:
                 found += _switch(flag.name, about)
                 continue
@@ -123,15 +124,9 @@ def _flag_words(field: str, kind: str, metadata: Mapping[str, Any]) -> list[Flag
 
 def _argument_fields(module: str, function: str) -> list[tuple[str, str, Mapping[str, Any]]]:
     """Return name, annotation and metadata of each field of the dataclass that a command's function takes."""
-    kinds = [
-        ast.unparse(node.args.args[0].annotation).strip("'\"")
-        for node in parse_module(module).body
-        if isinstance(node, ast.FunctionDef) and node.name == function
-        if node.args.args and node.args.args[0].annotation is not None
-    ]
-    found = _find_class(module, kinds[0]) if kinds else None
+    found = find_argument_class(module, find_function(module, function))
     fields: list[tuple[str, str, Mapping[str, Any]]] = []
-    for node in [] if found is None else found.body:
+    for node in [] if found is None else found.definition.body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
         call, metadata = node.value, dict[str, Any]()
@@ -142,16 +137,6 @@ def _argument_fields(module: str, function: str) -> list[tuple[str, str, Mapping
         if not kind.startswith("ClassVar") and metadata.get("init") is not False:
             fields.append((node.target.id, kind, {**metadata, **(metadata.get("metadata") or {})}))
     return fields
-
-
-def _find_class(module: str, name: str) -> ast.ClassDef | None:
-    """Return the definition of a class from a module, or from the module that it is imported from."""
-    for node in parse_module(module).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return node
-        if isinstance(node, ast.ImportFrom) and node.module and name in {each.name for each in node.names}:
-            return _find_class(node.module, name)
-    return None
 
 
 def _literal(node: ast.expr) -> Any:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 
 from drivetrain_clusters.mpi.placement import OPEN_MPI, find_starter
+from drivetrain_messages.console import said_colours
 
 # Each has a contrast of at least 3.9 with black and with white, so that it can be read on a dark and on a light
 # background. Red is left to errors. Numbers of the 256 colours that terminals share: blue, orange, green, purple,
@@ -25,11 +26,8 @@ def output_terminals(environment: Mapping[str, str]) -> tuple[bool, bool]:
 
 def coloured_outputs(environment: Mapping[str, str]) -> tuple[bool, bool]:
     """Return whether to colour stdout and stderr: a non-empty NO_COLOR decides, then FORCE_COLOR."""
-    if environment.get("NO_COLOR"):
-        return False, False
-    if forced := environment.get("FORCE_COLOR"):
-        return forced != "0", forced != "0"
-    return output_terminals(environment)
+    said = said_colours(environment)
+    return output_terminals(environment) if said is None else (said, said)
 
 
 def are_one_output() -> bool:

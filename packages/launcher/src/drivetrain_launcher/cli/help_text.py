@@ -1,0 +1,100 @@
+"""Draw the help of a command: all of its flags, or, of many, those that people use, a line each."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from drivetrain_config import Flag
+from drivetrain_launcher.cli.help_page import Page
+
+# The key of the command's own flags, among the names of sections.
+OWN = ""
+# A command with more flags has a short help.
+_MOST_FLAGS = 20
+_COLUMN = 24
+
+
+_Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandHelp:
+    """The help of a command.
+
+    Attributes:
+        command: The words of the command.
+        usage: The words that follow its flags.
+        summary: The command's purpose.
+        arguments: The name and the help of each positional argument.
+        groups: The flags by section; the command's own flags under an empty name.
+    """
+
+    command: str
+    usage: Sequence[str]
+    summary: str
+    arguments: Sequence[tuple[str, str]]
+    groups: Mapping[str, Sequence[Flag]]
+
+    def text(self, page: Page, *, has_all: bool = False) -> str:
+        """Return the text of `--help`, or with `has_all` of `--help-all`.
+
+        If a command has more than 20 flags, `--help` shows the command's own, and those of sections whose fields have
+        a `brief` in their metadata.
+        """
+        number = sum(map(len, self.groups.values()))
+        is_short = number > _MOST_FLAGS and not has_all
+        shown = {"Arguments": [*self.arguments], **(self._short() if is_short else self._whole())}
+        column = 4 + max(len(name) for rows in shown.values() for name, _ in rows) if is_short else _COLUMN
+        blocks = [
+            " ".join([f"usage: drivetrain {self.command} [flags]", *self.usage]),
+            page.paragraph(self.summary),
+            *(
+                f"{page.heading(title)}\n{page.rows(rows, column=column)}"
+                for title, rows in shown.items()
+                if rows
+            ),
+        ]
+        if is_short:
+            blocks.append(f"drivetrain {self.command} --help-all describes all {number} flags.")
+        return "\n\n".join(filter(None, blocks)) + "\n"
+
+    def _whole(self) -> dict[str, _Rows]:
+        """Return every flag with its whole help, by the title of its section."""
+        return {
+            "Flags" if section == OWN else f"Section {section}": [
+                (_whole_name(flag), flag.help) for flag in flags
+            ]
+            for section, flags in self.groups.items()
+        }
+
+    def _short(self) -> dict[str, _Rows]:
+        """Return the command's own flags, and those with a brief, by topic."""
+        found: dict[str, _Rows] = {}
+        for section, flags in self.groups.items():
+            for flag in flags:
+                if flag.brief or section == OWN:
+                    title = "Flags" if section == OWN else flag.topic
+                    found.setdefault(title, []).append((_short_name(flag), flag.brief or flag.help))
+        return found
+
+
+def _whole_name(flag: Flag) -> str:
+    if flag.is_switch:
+        return f"--[no-]{flag.name[2:]}"
+    if flag.choices is None or _names_all(flag.help.rpartition(" (default: ")[0], flag.choices):
+        return f"{flag.name} {flag.metavar}"
+    return f"{flag.name} {{{','.join(flag.choices)}}}"
+
+
+def _short_name(flag: Flag) -> str:
+    if flag.is_switch and flag.brief:  # in the form that changes something
+        return f"--no-{flag.name[2:]}" if flag.is_on else flag.name
+    if flag.is_switch:
+        return _whole_name(flag)
+    return f"{flag.name} {flag.metavar}"
+
+
+def _names_all(text: str, choices: Sequence[str]) -> bool:
+    """Return whether a text names every choice; "unset" stands for none."""
+    words = set(re.findall(r"[\w.-]*\w", text))
+    return words.issuperset(choice for choice in choices if choice != "none" or "unset" not in words)
