@@ -180,24 +180,13 @@ def test_the_plan_is_printed_once_a_process_in_few_plain_words_and_stored_whole(
     (rank,) = run_ranks_script(_THREE_RUNS, num_processes=1)
     short, whole = rank.stderr.split("effective plan", 1)
     shown = short.splitlines()
-    assert [line[:15].strip() for line in shown if line[2:3] != " "] == [
-        "what runs:",
-        "processes",
-        "training",
-        "data",
-        "asked",
-        "chosen",
-        "whole plan",
+    assert shown == [
+        "trains   1 on 1 node, cpu: SingleBackend in the model's own precision",
+        "a step   batches of 8 x 4 micro-batches = 32 samples in a step; shuffled, seed 0",
+        "kept     in run-0",
+        "chosen   run.backend = single: one process",
+        "more     run-0/plan.json; --verbose at the launch prints it",
     ]
-    assert shown[:4] == [
-        "what runs:",
-        "  processes    1 on 1 node; device cpu",
-        "  training     SingleBackend, in the model's own precision",
-        "  data         batches of 8 x 4 micro-batches = 32 samples in a step; shuffled, seed 0",
-    ]
-    assert "run.backend = single: one process" in short
-    assert "run-0/plan.json; --verbose at the launch prints it" in short
-    assert len(shown) <= 12
     assert "run.verbose" in whole
     assert "setting" in whole
     for number in range(3):

@@ -79,23 +79,24 @@ FACTS = {
 }
 
 
-def test_the_summary_says_what_runs_what_was_asked_and_what_was_chosen_and_why() -> None:
+def test_the_summary_says_what_trains_where_it_is_kept_and_what_was_chosen_and_why() -> None:
     plan = make_plan(
         resolved(steps=8), {"run": {"mode": "bf16"}}, reasons={"run.mode": "the hardware has it"}, facts=FACTS
     )
     assert summarize(plan, whole="runs/plan.json").splitlines() == [
-        "what runs:",
-        "  processes    2 on 1 node; device cpu",
-        "  training     DDPBackend, in bf16",
-        "  data         batches of 8 x 2 processes = 16 samples in a step; shuffled, seed 3",
-        "  asked        run.steps = 8 (run.yaml:3)",
-        "  chosen       run.mode = bf16: the hardware has it",
-        "  whole plan   runs/plan.json",
+        "trains   2 on 1 node, cpu: DDPBackend in bf16",
+        "a step   batches of 8 x 2 processes = 16 samples in a step; shuffled, seed 3",
+        "kept     nothing: run.project_dir is not set",
+        "chosen   run.mode = bf16: the hardware has it",
+        "more     runs/plan.json",
     ]
 
 
-def test_the_summary_of_a_run_of_which_nothing_is_said_says_so() -> None:
-    plan = make_plan(resolved(), {}, reasons={}, facts={**FACTS, "data 1": "batches as they come"})
-    lines = summarize(plan, whole="").splitlines()
-    assert "  asked        nothing: every setting has its default" in lines
-    assert [line.split("  ")[1] for line in lines[3:5]] == ["data 0", "data 1"]
+def test_the_summary_tells_the_loader_that_shuffles_and_no_other() -> None:
+    facts = {
+        **FACTS,
+        "data 0": "batches of 4; the dataset's own order",
+        "data 1": "batches of 8; shuffled, seed 1",
+    }
+    lines = summarize(make_plan(resolved(), {}, reasons={}, facts=facts), whole="").splitlines()
+    assert [line for line in lines if "batches" in line] == ["a step   batches of 8; shuffled, seed 1"]

@@ -17,7 +17,6 @@ from drivetrain_backends.modules.activation_checkpointing import (
     restore_activations,
 )
 from drivetrain_backends.modules.compile import unwrap_compiled
-from drivetrain_backends.modules.wrap_policy import plan_blocks
 from drivetrain_backends.settings import ModelSettings
 
 MOST_TOLD = 64  # compilations that torch remembers
@@ -47,6 +46,9 @@ class BlockChanges:
         settings = self._settings
         if settings.activation_checkpointing == settings.compile == "none":
             return
+        # It imports FSDP, which takes as long as torch.
+        from drivetrain_backends.modules.wrap_policy import plan_blocks
+
         for model in models:
             inner = unwrap_compiled(model)
             if any(inner is one for one in self._known):

@@ -1,67 +1,62 @@
-"""A summary of a run's effective plan in about ten lines, printed when training starts."""
+"""A summary of a run's effective plan in five lines, printed when training starts."""
 
 from collections.abc import Mapping
 from textwrap import wrap
 from typing import Any
 
-from drivetrain.plan.effective_plan import EffectivePlan, PlanRow
+from drivetrain.plan.effective_plan import EffectivePlan
 
 _WIDTH = 110
-_MOST = 4  # choices shown; plan.json has all
-_INDENT = 2
-_COLUMN = 13
-_UNBROKEN = "\u00a0"  # a space at which no line breaks
-# Facts that the first lines already show.
-_PLACED = ("processes", "device", "backend", "precision")
-# Settings whose requested value repeats that of another setting.
-_REPEATED = {"state.device": "run.cpu", "data.seed": "run.seed"}
-_UNTOLD = ("run.show_plan", "run.verbose")
+_MOST = 3  # choices shown; plan.json has all
+_COLUMN = 9
+# Facts of how the model is divided, and of what was chosen for it beside settings.
+_DIVIDED, _CHOSEN = ("layers", "sequences", "fp8 layers"), ("plan",)
 
 
 def summarize(plan: EffectivePlan, *, whole: str) -> str:
-    """Return a summary of the run, its requested settings and the choices made, without a final newline.
+    """Return what trains where, the batch of a step, what is kept, and the choices made, without a final newline.
 
     Args:
         plan: The effective plan.
         whole: A text that says where to find the whole plan.
     """
-    facts = plan.facts
-    lines = ["what runs:"]
-    lines += _entry("processes", f"{facts['processes']}; device {facts['device']}")
-    lines += _entry("training", f"{facts['backend']}, in {facts['precision']}")
-    for name, fact in facts.items():
-        if name not in _PLACED:
-            lines += _entry("data" if name == "data 0" and "data 1" not in facts else name, str(fact))
-    asked = {row.setting: row for row in plan.rows if row.source != "default"}
-    items = [
-        f"{name} = {_format_value(row.asked)} ({row.source})".replace(" ", _UNBROKEN)
-        for name, row in asked.items()
-        if name not in _UNTOLD and _REPEATED.get(name) not in asked
+    facts = {name: str(fact) for name, fact in plan.facts.items()}
+    by_name = {row.setting: row for row in plan.rows}
+    divided = [f"{name} {facts[name]}" for name in _DIVIDED if name in facts]
+    trains = [
+        f"{facts['processes']}, {facts['device']}: {facts['backend']} in {facts['precision']}",
+        *divided,
     ]
-    lines += _entry("asked", ", ".join(items) or "nothing: every setting has its default")
-    lines += _chosen([row for row in plan.rows if row.reason and row.applied != row.asked])
-    return "\n".join([*lines, *_entry("whole plan", whole)])
+    lines = _entry("trains", "; ".join(trains))
+    if (batch := _trained_batch(facts)) is not None:
+        lines += _entry("a step", batch)
+    folder = by_name["run.project_dir"].applied if "run.project_dir" in by_name else None
+    logged = f", logged to {facts['trackers']}" if "trackers" in facts else ""
+    lines += _entry(
+        "kept", f"in {folder}{logged}" if folder else f"nothing: run.project_dir is not set{logged}"
+    )
+    rows = sorted(
+        (row for row in plan.rows if row.reason and row.applied != row.asked), key=lambda r: r.asked is None
+    )
+    # The seed stands beside the batch, where it matters.
+    rows = [row for row in rows if row.setting != "data.seed"]
+    chosen = [facts[name] for name in _CHOSEN if name in facts]
+    chosen += [f"{row.setting} = {_format_value(row.applied)}: {row.reason}" for row in rows]
+    more = [f"{len(chosen) - _MOST} more"] if len(chosen) > _MOST else []
+    lines += _entry("chosen", "; ".join([*chosen[:_MOST], *more])) if chosen else []
+    return "\n".join([*lines, *_entry("more", whole)])
 
 
-def _chosen(rows: list[PlanRow]) -> list[str]:
-    """Return lines of the values chosen for open settings, with reasons; settings at "auto" come first."""
-    rows = sorted(rows, key=lambda row: row.asked is None)
-    lines = [
-        line
-        for row in rows[:_MOST]
-        for line in _entry("", f"{row.setting} = {_format_value(row.applied)}: {row.reason}")
-    ]
-    if len(rows) > _MOST:
-        lines += _entry("", f"and {len(rows) - _MOST} more")
-    if lines:
-        lines[0] = _entry("chosen", lines[0].strip())[0]
-    return lines
+def _trained_batch(facts: Mapping[str, str]) -> str | None:
+    """Return the description of the first loader that shuffles, or else of the first; None without loaders."""
+    loaders = [fact for name, fact in facts.items() if name.startswith("data ")]
+    return next((fact for fact in loaders if "shuffled" in fact), loaders[0] if loaders else None)
 
 
 def _entry(name: str, text: str) -> list[str]:
     """Return the lines of one entry, with its name in a column of its own."""
-    head = f"{'':{_INDENT}}{name:<{_COLUMN - 1}} "
-    lines = wrap(
+    head = f"{name:<{_COLUMN - 1}} "
+    return wrap(
         text,
         _WIDTH,
         initial_indent=head,
@@ -69,7 +64,6 @@ def _entry(name: str, text: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [line.replace(_UNBROKEN, " ") for line in lines]
 
 
 def _format_value(value: Any) -> str:
