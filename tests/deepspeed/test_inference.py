@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_engines import has_libaio
-from drivetrain_backends import BackendNotInstalledError
+from drivetrain_backends import AccumulationWindow, BackendNotInstalledError, SingleBackend
 from drivetrain_deepspeed.inference import (
     fitting_way,
     infer_with_deepspeed,
     load_engine,
     zero_inference_config,
 )
+from drivetrain_precision import choose_policy
 from drivetrain_state import ConnectError, Context, StateSettings, connect
 from processes import Completed
 
@@ -203,3 +204,13 @@ def test_weights_are_kept_on_the_host_or_on_a_disk() -> None:
     assert on_host["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert on_disk["zero_optimization"]["offload_param"]["nvme_path"] == "fast"
     assert on_host["bf16"] == {"enabled": True}
+
+
+@pytest.mark.ranks(1)
+def test_a_model_that_is_prepared_for_training_is_refused() -> None:
+    with one_rank() as where:
+        backend = SingleBackend(where, choose_policy("no", where.device), window=AccumulationWindow(1))
+        (prepared,) = backend.prepare([torch.nn.Linear(2, 2)], [], [])
+        with pytest.raises(ValueError, match=r"Linear is prepared for training.*give a model of its own"):
+            infer_with_deepspeed(prepared.model, context=where, way="zero")
+        backend.close()

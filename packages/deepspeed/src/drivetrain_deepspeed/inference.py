@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain_backends.compat import buffers_in
+from drivetrain_backends.modules.autocast_forward import PreparedForward
+from drivetrain_backends.modules.module_proxy import ModuleProxy
 from drivetrain_deepspeed import compat
 from drivetrain_deepspeed.library import check_drives, entering, know_local_rank, load_deepspeed
 from drivetrain_state import ConnectError, Context, connect
@@ -51,6 +53,11 @@ def infer_with_deepspeed(
     """
     if way is not None and way not in get_args(Way):
         raise ValueError(f"way={way!r}: must be one of {', '.join(get_args(Way))}, or None, which chooses")
+    if isinstance(model, (PreparedForward, ModuleProxy)):
+        raise ValueError(
+            f"{type(model).__name__} is prepared for training, which DeepSpeed's engine would take apart: give a model "
+            "of its own, or end the training and build one from what it saved"
+        )
     if context.group is None:
         raise ConnectError(_NO_GROUP)
     deepspeed: Any = load_deepspeed(context)
