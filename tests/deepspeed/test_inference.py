@@ -211,6 +211,6 @@ def test_a_model_that_is_prepared_for_training_is_refused() -> None:
     with one_rank() as where:
         backend = SingleBackend(where, choose_policy("no", where.device), window=AccumulationWindow(1))
         (prepared,) = backend.prepare([torch.nn.Linear(2, 2)], [], [])
-        with pytest.raises(ValueError, match=r"Linear is prepared for training.*give a model of its own"):
+        with pytest.raises(ValueError, match=r"Linear is prepared for training.*a model of its own"):
             infer_with_deepspeed(prepared.model, context=where, way="zero")
         backend.close()

@@ -55,8 +55,8 @@ def infer_with_deepspeed(
         raise ValueError(f"way={way!r}: must be one of {', '.join(get_args(Way))}, or None, which chooses")
     if isinstance(model, (PreparedForward, ModuleProxy)):
         raise ValueError(
-            f"{type(model).__name__} is prepared for training, which DeepSpeed's engine would take apart: give a model of "
-            "its own, built from what the training saved"
+            f"{type(model).__name__} is prepared for training, which DeepSpeed's engine would take apart: give a "
+            "model of its own, built from what the training saved"
         )
     if context.group is None:
         raise ConnectError(_NO_GROUP)
