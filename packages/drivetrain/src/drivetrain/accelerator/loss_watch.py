@@ -33,9 +33,7 @@ class LossWatch:
 
     def finish(self) -> None:
         """Look at the last loss."""
-        self._look()
-        if self._loss is not None and self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        self._look(waits=True)
         self._tell()
 
     def _end_step(self) -> None:
@@ -46,10 +44,10 @@ class LossWatch:
             if self._device.type == "cpu":
                 self._tell()
 
-    def _look(self) -> None:
+    def _look(self, *, waits: bool = False) -> None:
         if self._loss is not None:
             self._seen = self._num_steps
-            self._copy.copy_(self._loss.reshape(()), non_blocking=True)
+            self._copy.copy_(self._loss.reshape(()), non_blocking=not waits)
 
     def _tell(self) -> None:
         if self._has_told or self._copy.isfinite().item():
