@@ -159,6 +159,17 @@ def test_updates_follow_steps_that_moved_the_weights(tmp_path: Path) -> None:
     accelerator.end_training()
 
 
+@ON_TWO
+def test_an_average_that_is_made_while_replicas_train_apart_goes_on_behind_them() -> None:
+    accelerator, model, optimizer, _ = start("ddp")
+    with accelerator.local_updates(model, every=2):
+        ema = accelerator.ema(model)
+        step(accelerator, model, optimizer)
+    step(accelerator, model, optimizer)
+    assert ema.num_steps == 2
+    accelerator.end_training()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

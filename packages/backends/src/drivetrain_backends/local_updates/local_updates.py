@@ -5,7 +5,7 @@ Averages of the weights are local SGD (Stich, 2019); an outer optimizer that ste
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain_backends.local_updates.exchange_plan import ExchangePlan, in_fragments
 from drivetrain_backends.local_updates.fragment import Fragment, OuterOptimizer
+from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.protocol import Prepared, SupportsLocalSteps
 from drivetrain_backends.state_dict.dtensor import local
 from drivetrain_precision import is_low_bit
@@ -98,9 +99,9 @@ class LocalUpdates:
         self.renew()  # the weights may have moved since
         self._held.enter_context(self._prepared.trained_alone())
         for optimizer in self._prepared.optimizers:
-            before, is_last = optimizer.on_step, optimizer is self._prepared.optimizers[-1]
-            optimizer.on_step = [*before, self._move, *([self._count] if is_last else [])]
-            self._held.callback(setattr, optimizer, "on_step", before)
+            own = [self._move, *([self._count] if optimizer is self._prepared.optimizers[-1] else [])]
+            optimizer.on_step = [*optimizer.on_step, *own]
+            self._held.callback(_without, optimizer, own)  # what others have added in the block stays
         self.is_open = True
         return self
 
@@ -199,6 +200,10 @@ class LocalUpdates:
         """Drop what roundings of bf16 weights have left over, which belongs to weights that are no more."""
         for optimizer in self._prepared.optimizers:
             forget_updates(optimizer.optimizer, "stochastic")
+
+
+def _without(optimizer: PreparedOptimizer, own: Sequence[Callable[[], None]]) -> None:
+    optimizer.on_step = [call for call in optimizer.on_step if call not in own]
 
 
 def _averaged(state: Mapping[str, Any]) -> dict[str, Tensor]:
