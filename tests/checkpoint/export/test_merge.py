@@ -14,7 +14,7 @@ from checkpoint.saves import save
 from drivetrain_checkpoint import (
     Checkpointer,
     CorruptCheckpointError,
-    LoadedFlatShard,
+    HeldRange,
     StateError,
     load_model,
     merge_shards,
@@ -63,7 +63,7 @@ def save_divided(directory: str) -> None:
         state: dict[str, Any] = {
             "embed.weight": distribute_tensor(whole["embed.weight"], mesh, [Shard(0)]),
             "layer.weight": distribute_tensor(whole["layer.weight"], mesh, [Shard(1)]),
-            "layer.bias": LoadedFlatShard(
+            "layer.bias": HeldRange(
                 torch.Size((3,)), 2 * rank, whole["layer.bias"][2 * rank : 2 * rank + 2].clone()
             ),
             "scale": whole["scale"],

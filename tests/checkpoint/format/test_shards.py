@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from checkpoint.saves import save
 from drivetrain_checkpoint import (
     Checkpointer,
-    LoadedBoxes,
-    LoadedFlatShard,
+    HeldBoxes,
+    HeldRange,
     Proportional,
     Replicated,
     StateError,
@@ -27,20 +27,20 @@ def placed(context: Context, *placements: Shard | Replicate, shape: tuple[int, .
     return distribute_tensor(WHOLE.clone(), mesh, list(placements))
 
 
-def run_of(tensor: torch.Tensor, rank: int, world_size: int) -> LoadedFlatShard:
+def run_of(tensor: torch.Tensor, rank: int, world_size: int) -> HeldRange:
     """What a rank holds where a flattened tensor is cut into parts of one size, the last one shorter."""
     size = -(-tensor.numel() // world_size)
     start = min(rank * size, tensor.numel())
-    return LoadedFlatShard(tensor.shape, start, tensor.flatten()[start : start + size].clone())
+    return HeldRange(tensor.shape, start, tensor.flatten()[start : start + size].clone())
 
 
-def boxes_of(tensor: torch.Tensor, rank: int, world_size: int) -> LoadedBoxes:
+def boxes_of(tensor: torch.Tensor, rank: int, world_size: int) -> HeldBoxes:
     """What a rank holds where the rows are two pieces, of 4 and 3, and each rank has some rows of both."""
     found: list[tuple[Box, torch.Tensor]] = []
     for start, stop in ((0, 4), (4, 7)):
         first, last = (start + (stop - start) * each // world_size for each in (rank, rank + 1))
         found.append((Box((first, 0), (last - first, 5)), tensor[first:last].clone()))
-    return LoadedBoxes(tensor.shape, tensor.dtype, tuple(found))
+    return HeldBoxes(tensor.shape, tensor.dtype, tuple(found))
 
 
 def save_in_parts(directory: str) -> list[str]:
@@ -100,7 +100,7 @@ def load_in_parts(directory: str) -> list[int]:
                 assert (tensor.placements, tensor.device_mesh) == (division.placements, division.device_mesh)
                 sizes.append(tensor.to_local().numel())
                 assert torch.equal(tensor.full_tensor(), WHOLE), name
-            elif isinstance(division, LoadedBoxes):
+            elif isinstance(division, HeldBoxes):
                 expected = boxes_of(WHOLE, rank, world_size).boxes
                 assert [box for box, _ in tensor.boxes] == [box for box, _ in expected]
                 assert all(
@@ -159,7 +159,7 @@ def test_a_sum_that_was_not_taken_is_refused(run_ranks, tmp_path: Path) -> None:
 
 
 def test_a_part_of_another_shape_counts_for_nothing() -> None:
-    target = make_target(whole((3, 2)), torch.float32, LoadedFlatShard(torch.Size((4,)), 0, torch.zeros(2)))
+    target = make_target(whole((3, 2)), torch.float32, HeldRange(torch.Size((4,)), 0, torch.zeros(2)))
     assert isinstance(target.value, torch.Tensor)
     assert target.value.shape == (3, 2)
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.format.manifest import read_manifest as read_manifest
     from drivetrain_checkpoint.format.shards import BoxedShard as BoxedShard
     from drivetrain_checkpoint.format.shards import FlatShard as FlatShard
-    from drivetrain_checkpoint.format.shards import LoadedBoxes as LoadedBoxes
-    from drivetrain_checkpoint.format.shards import LoadedFlatShard as LoadedFlatShard
+    from drivetrain_checkpoint.format.shards import HeldBoxes as HeldBoxes
+    from drivetrain_checkpoint.format.shards import HeldRange as HeldRange
     from drivetrain_checkpoint.format.shards import Proportional as Proportional
     from drivetrain_checkpoint.format.shards import Replicated as Replicated
     from drivetrain_checkpoint.format.state_tree import StateTree as StateTree
@@ -64,7 +64,7 @@ _NAMES = {
     "export.reader": "ExportedTensors open_export",
     "export.writer": "save_model write_export write_tensor_file",
     "format.manifest": "Manifest read_manifest",
-    "format.shards": "BoxedShard FlatShard LoadedBoxes LoadedFlatShard Proportional Replicated",
+    "format.shards": "BoxedShard FlatShard HeldBoxes HeldRange Proportional Replicated",
     "format.state_tree": "StateTree",
     "interop.accelerate.folder": "find_accelerate_state",
     "interop.accelerate.state": "AccelerateState read_accelerate_state",

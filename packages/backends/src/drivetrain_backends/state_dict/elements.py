@@ -1,42 +1,14 @@
 """The elements that a rank holds of a tensor of a state, and others in their place."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drivetrain_backends.state_dict.dtensor import local, sharded_like
-from drivetrain_weights import Box
+from drivetrain_weights.held_parts import HeldBoxes, HeldRange
 from drivetrain_weights.tensor_box import is_dtensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnBoxes:
-    """Boxes of a tensor of `shape` that this rank holds, with their elements."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    boxes: tuple[tuple[Box, Tensor], ...]
-
-    def held_boxes(self) -> Sequence[tuple[Box, Tensor]]:
-        """Return the boxes, each with its elements."""
-        return self.boxes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnRange:
-    """A range of the elements of a tensor of `shape`, in row-major order, that this rank holds."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    start: int
-    elements: Tensor
-
-    def flat_range(self) -> tuple[int, Tensor]:
-        """Return the index of the first element, and the elements."""
-        return self.start, self.elements
 
 
 def own_elements(value: Any) -> list[Tensor]:
@@ -50,10 +22,10 @@ def own_elements(value: Any) -> list[Tensor]:
 
 def with_elements(value: Any, elements: Sequence[Tensor]) -> Any:
     """Return a tensor that is divided as `value` is, with other elements in place of `own_elements(value)`."""
-    dtype = elements[0].dtype if elements else value.dtype
     if hasattr(value, "flat_range"):
-        return OwnRange(torch.Size(value.shape), dtype, value.flat_range()[0], elements[0])
+        return HeldRange(torch.Size(value.shape), value.flat_range()[0], elements[0])
     if hasattr(value, "held_boxes"):
         boxes = [box for box, _ in value.held_boxes()]
-        return OwnBoxes(torch.Size(value.shape), dtype, tuple(zip(boxes, elements, strict=True)))
+        dtype = elements[0].dtype if elements else value.dtype
+        return HeldBoxes(torch.Size(value.shape), dtype, tuple(zip(boxes, elements, strict=True)))
     return sharded_like(elements[0], value) if is_dtensor(value) else elements[0]

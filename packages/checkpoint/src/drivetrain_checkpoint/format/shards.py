@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import StateError
+from drivetrain_weights.held_parts import HeldBoxes, HeldRange
 from drivetrain_weights.tensor_box import Box, box_of_dtensor, boxes_of_range, is_dtensor, overlap, whole
 
 
@@ -63,49 +64,6 @@ class BoxedShard(Protocol):
     def held_boxes(self) -> Sequence[tuple[Box, Tensor]]:
         """Return this rank's boxes, each with its elements in the shape of the box."""
         ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedBoxes:
-    """The boxes of a loaded tensor that belong to this rank's `BoxedShard`.
-
-    Attributes:
-        shape: The shape of the whole tensor.
-        dtype: The dtype of the elements.
-        boxes: The boxes, each with its elements on the CPU.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    boxes: tuple[tuple[Box, Tensor], ...]
-
-    def held_boxes(self) -> Sequence[tuple[Box, Tensor]]:
-        """Return the boxes, each with its elements."""
-        return self.boxes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedFlatShard:
-    """The range of elements of a loaded tensor that belongs to this rank's `FlatShard`.
-
-    Attributes:
-        shape: The shape of the whole tensor.
-        start: The index of the first element, in row-major order.
-        elements: The elements, of shape (n,), on the CPU.
-    """
-
-    shape: torch.Size
-    start: int
-    elements: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the elements."""
-        return self.elements.dtype
-
-    def flat_range(self) -> tuple[int, Tensor]:
-        """Return the index of the first element, and the elements."""
-        return self.start, self.elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,9 +149,7 @@ def piece_of(shards: Sequence[TensorShard], box: Box) -> Tensor:
 class ReadTarget:
     """The memory to read a tensor into."""
 
-    value: (
-        Leaf  # loaded once the shards are filled: a tensor, a DTensor, a `LoadedFlatShard` or `LoadedBoxes`
-    )
+    value: Leaf  # loaded once the shards are filled: a tensor, a DTensor, a `HeldRange` or `HeldBoxes`
     shards: tuple[TensorShard, ...]  # views of the value's memory, each contiguous and on the CPU
 
 
@@ -206,18 +162,18 @@ def make_target(box: Box, dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
     shape = box.sizes
     if isinstance(like, Proportional):
         start, stop = like.range_of(prod(shape))
-        part = LoadedFlatShard(torch.Size(shape), start, torch.empty(stop - start, dtype=dtype))
+        part = HeldRange(torch.Size(shape), start, torch.empty(stop - start, dtype=dtype))
         return ReadTarget(part, tuple(_of_range(shape, start, part.elements)))
     if like is not None and tuple(like.shape) == tuple(shape):
         if is_flat_shard(like):
             start, elements = cast("FlatShard", like).flat_range()
-            part = LoadedFlatShard(torch.Size(shape), start, torch.empty(elements.numel(), dtype=dtype))
+            part = HeldRange(torch.Size(shape), start, torch.empty(elements.numel(), dtype=dtype))
             return ReadTarget(part, tuple(_of_range(shape, start, part.elements)))
         if is_boxed_shard(like):
             own = (held for held, _ in cast("BoxedShard", like).held_boxes())
             boxes = tuple((each, torch.empty(each.sizes, dtype=dtype)) for each in own)
             shards = tuple(TensorShard(each, data) for each, data in boxes if data.numel())
-            return ReadTarget(LoadedBoxes(torch.Size(shape), dtype, boxes), shards)
+            return ReadTarget(HeldBoxes(torch.Size(shape), dtype, boxes), shards)
         if is_dtensor(like):
             value = torch.empty_like(like.detach(), dtype=dtype, device="cpu")
             return ReadTarget(value, shards_of(value, is_main=False))

@@ -43,7 +43,7 @@ class LoadOptions:
 class LoadResult:
     """The content of a checkpoint, on the CPU, not yet applied to any object.
 
-    Tensors are whole, or sharded as `like` requested: as a DTensor for a DTensor, as a `LoadedFlatShard` for a
+    Tensors are whole, or sharded as `like` requested: as a DTensor for a DTensor, as a `HeldRange` for a
     `FlatShard`.
 
     Attributes:
