@@ -11,7 +11,10 @@ from threading import Thread
 import pytest
 from torch.utils.file_baton import FileBaton
 
+from drivetrain_backends import AccumulationWindow
+from drivetrain_deepspeed import DeepSpeedBackend
 from drivetrain_deepspeed.library import telling_of_builds
+from drivetrain_precision import choose_policy
 from drivetrain_state import ProgressMark, StateSettings, connect
 
 SCRIPT = """
@@ -48,6 +51,16 @@ def test_compiling_the_operator_is_told_of_and_is_progress(tmp_path: Path) -> No
     marks, label = run.stdout.splitlines()[-1].removeprefix("marks ").split(" ", 1)
     assert int(marks) >= 1
     assert label == ProgressMark.COMPILE
+
+
+@pytest.mark.ranks(2)
+def test_the_buffers_in_shared_memory_keep_no_name_on_the_host() -> None:
+    with connect(StateSettings(device="cpu", watchdog=False)) as context:
+        DeepSpeedBackend(context, choose_policy("no", context.device), window=AccumulationWindow()).close()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+    buffers = [line for line in maps if "/deepspeed_allreduce_buffer_" in line]
+    assert len(buffers) == 2
+    assert all(line.endswith("(deleted)") for line in buffers)
 
 
 @pytest.mark.parametrize("is_held", [True, False])

@@ -42,7 +42,7 @@ class UnpreparedLoops:
         Raises:
             UnpreparedLoaderError: The innermost loop around the current call reads all data on every rank.
         """
-        if holds_rows(data) and (loop := self._innermost()) is not None:
+        if holds_rows(data) and (loop := self.innermost()) is not None:
             raise UnpreparedLoaderError(
                 f"gather_for_metrics in the loop over {loop}, which is a DataLoader that was not "
                 "prepared: every rank reads all of it, and each sample would be gathered once per rank. Pass it to "
@@ -50,7 +50,7 @@ class UnpreparedLoops:
                 "joins their rows as they are (drivetrain_state.gather_object for objects other than tensors)"
             )
 
-    def _innermost(self) -> str | None:
+    def innermost(self) -> str | None:
         """Return the head and the place of the innermost loop; None if its loader is prepared, divided or unknown."""
         frame = currentframe()
         while frame is not None and frame.f_globals.get("__name__", "").startswith("drivetrain"):

@@ -17,7 +17,7 @@ from torch.utils.file_baton import FileBaton
 from drivetrain_backends.errors import BackendNotInstalledError
 from drivetrain_config import environ
 from drivetrain_deepspeed.compat import drop_ended_groups
-from drivetrain_state import Context, ProgressMark
+from drivetrain_state import Context, ProgressMark, barrier
 
 _logger = logging.getLogger(__name__)
 _LONGEST_COMPILATION = 600
@@ -63,6 +63,7 @@ def entering(context: Context) -> Generator[None]:
         if not comm.is_initialized():
             with telling_of_builds(context):
                 comm.init_distributed(dist_init_required=False)
+            _unlink_shared_memory(context)
         yield
 
 
@@ -116,6 +117,17 @@ def _variables(context: Context):
         # Its sums over shared memory, in inference, crash the process where this was not set at the start.
         LOCAL_SIZE=str(topology.local_world_size),
     )
+
+
+def _unlink_shared_memory(context: Context) -> None:
+    """Remove the names of the buffers, 66 MiB each, that all ranks have mapped: DeepSpeed leaves them behind."""
+    mapped = Path("/proc/self/maps")
+    if context.device.type != "cpu" or not mapped.exists():
+        return
+    barrier(context)
+    for line in mapped.read_text().splitlines():
+        if "/deepspeed_allreduce_buffer_" in line:
+            Path(line.split(maxsplit=5)[5]).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -70,6 +70,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: The user's optimizer.
         num_steps: The number of steps that moved the parameters; skipped steps and open windows do not count.
         last_result: The result of the last call to `step`; None before the first.
+        is_cleared: Whether `zero_grad` was called since this was set to False.
         before_step: A callback before each step, dropped once it returns True.
         schedule: The guard that refuses schedules that advance inside a window.
         on_step: Callbacks at the end of each window, whether the parameters moved or the step was skipped.
@@ -81,6 +82,7 @@ class PreparedOptimizer(Optimizer):
         self.prepared: Stepper = prepared
         self.num_steps = 0
         self.last_result: StepResult | None = None
+        self.is_cleared = False
         self.before_step: Callable[[], bool] | None = None
         self.on_step: Sequence[Callable[[], None]] = ()
         self.schedule = ScheduleGuard(self, optimizer)
@@ -110,6 +112,7 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; keep those accumulated in an open window."""
         self.prepared.zero_grad(self.optimizer, set_to_none=set_to_none)
+        self.is_cleared = True
 
     @property
     def was_skipped(self) -> bool:

@@ -191,6 +191,8 @@ class Accelerator(Ranks, Training, Saving, Results):
             PlanMismatchError: A setting could not be applied as requested.
         """
         results = prepare_objects(objects, self._parts)
+        if self._parts.words is not None:
+            self._parts.words.watch()
         return results[0] if len(results) == 1 else tuple(results)
 
     def unwrap_model(self, model: nn.Module, *, keep_autocast: bool = True) -> nn.Module:
@@ -406,6 +408,8 @@ class Accelerator(Ranks, Training, Saving, Results):
             loss, count = weigh(loss, count, batch, parts.shard.index)
         if self._loss_watch is not None:
             self._loss_watch.note(loss)
+        if parts.words is not None:
+            parts.words.begin_backward()
         options = ONCE
         if retain_graph or create_graph or inputs is not None:
             options = BackwardOptions(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from drivetrain.accelerator.loop_words import LoopWords
 from drivetrain.parts.checkpointers import Checkpointers
 from drivetrain.parts.open_backend import AUTO, OpenBackend, leaves_open
 from drivetrain.parts.parts import Parts
@@ -144,6 +145,10 @@ def _build(
         checkpointers=Checkpointers(context, given.checkpoint, run.project_dir),
         trackers=TrackerGroup([*named, *trackers], is_main=is_main, settings=given.tracking),
     )
+    if is_main:
+        # An empty log_with in code, a file or the environment is meant.
+        is_meant = given.resolved["run"].sources["log_with"].kind != "default"
+        parts.words = LoopWords(parts.prepared, window, reading, shard, keeps_logs=is_meant or bool(trackers))
     if given.tracking.measures_throughput:
         _add_watch(parts, given.tracking)
     if policy.recipe is not None:

@@ -92,6 +92,8 @@ class Ranks(HasParts):
         """
         if loader is None and self.use_distributed:
             self._unprepared_loops.check(input_data)
+        if self._parts.words is not None:
+            self._parts.words.look_at_evaluation()
         return metrics.gather_for_metrics(
             self._parts, input_data, as_objects=use_gather_object, loader=loader
         )

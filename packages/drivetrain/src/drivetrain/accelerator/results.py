@@ -112,6 +112,8 @@ class Results(HasParts):
             raise ValueError(
                 f"count={count!r} without reduce: say reduce='mean', which count weighs; or leave it out"
             )
+        if self._parts.words is not None and not self._parts.words.keeps_logs:
+            self._parts.words.tell_of_lost_log()
         self._parts.trackers.log(values, step=step, options=log_kwargs)
 
     def get_tracker(self, name: str) -> Tracker:

@@ -18,6 +18,7 @@ from drivetrain_state import Context
 from drivetrain_tracking import TrackerGroup
 
 if TYPE_CHECKING:  # imported where a run needs them: most neither train in fp8 nor measure steps
+    from drivetrain.accelerator.loop_words import LoopWords
     from drivetrain.fp8.fp8_training import Fp8Training
     from drivetrain_throughput.step_watch import StepWatch
 
@@ -41,6 +42,7 @@ class Parts:
         reading: The loaders being read; the current one knows its epoch's tail.
         checkpointers: The checkpointers used so far.
         trackers: The trackers that the run logs to.
+        words: The words about the loop; None on all ranks but the first.
         watch: The stopwatch of steps; None if no setting has the throughput measured.
         fp8: The conversion of models to fp8; None in other precisions.
         facts: Further facts for the plan, added as they become known.
@@ -58,6 +60,7 @@ class Parts:
     reading: LoaderTracker
     checkpointers: Checkpointers
     trackers: TrackerGroup
+    words: "LoopWords | None" = None
     watch: "StepWatch | None" = None
     fp8: "Fp8Training | None" = None
     facts: dict[str, str] = field(default_factory=dict[str, str])

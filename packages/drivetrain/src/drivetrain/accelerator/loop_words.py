@@ -1,0 +1,175 @@
+"""Words about lines of a loop that do not do what they seem to, once each, with the line.
+
+Only the first two steps of an optimizer are looked at, so that later ones cost nothing.
+"""
+
+import logging
+from functools import partial
+from inspect import currentframe
+from types import FrameType
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.parts.prepared import PreparedObjects
+from drivetrain_backends import AccumulationWindow, PreparedOptimizer
+from drivetrain_backends.compat import BatchNorm
+from drivetrain_data import LoaderTracker, Shard, UnpreparedLoops
+
+logger = logging.getLogger(__name__)
+
+
+class LoopWords:
+    """The words of the main process about its loop.
+
+    Args:
+        prepared: The prepared objects.
+        window: The accumulation window.
+        reading: The loaders being read.
+        shard: The shard of the data that this rank reads.
+        keeps_logs: Whether logged values go anywhere, or are meant not to.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedObjects,
+        window: AccumulationWindow,
+        reading: LoaderTracker,
+        shard: Shard,
+        *,
+        keeps_logs: bool,
+    ) -> None:
+        self._prepared, self._window, self._reading, self._shard = prepared, window, reading, shard
+        self.keeps_logs = keeps_logs
+        self._said: set[str] = set()
+        self._has_backward = False  # since the last step
+        self._trained_on: object = None  # the loader of the first loss
+        self._watched: WeakSet[PreparedOptimizer] = WeakSet()
+        self._stepped: WeakSet[PreparedOptimizer] = WeakSet()
+        self._uncleared: WeakSet[PreparedOptimizer] = WeakSet()  # of these, those whose gradients still stand
+
+    def watch(self) -> None:
+        """Look at the first steps of the optimizers that are new."""
+        for optimizer in self._prepared.optimizers:
+            if optimizer not in self._watched:
+                self._watched.add(optimizer)
+                optimizer.before_step = partial(self._before_step, ref(optimizer))
+                _tell_step_past(optimizer.optimizer)
+
+    def begin_backward(self) -> None:
+        """Look at the loop of the first loss, and at what was cleared before this one."""
+        if self._trained_on is None:
+            self._trained_on = self._reading.current or "no prepared loader"
+            if self._shard.count > 1 and (loop := UnpreparedLoops().innermost()) is not None:
+                logger.warning(
+                    "the model trains in the loop over %s, which is a DataLoader that was not prepared: each of %d "
+                    "shards of the data trains on all of it. Pass it to prepare(), and loop over the result",
+                    loop, self._shard.count,
+                )  # fmt: skip
+        self._has_backward = True
+        if self._uncleared:
+            for optimizer in [one for one in self._uncleared if not _has_gradients(one)]:
+                self._uncleared.discard(optimizer)
+
+    def look_at_evaluation(self) -> None:
+        """Look at the mode of the models whose results are gathered."""
+        loader = self._reading.current
+        if torch.is_grad_enabled() or loader is None or loader is self._trained_on:
+            return
+        models = [one.unwrap() for one in self._prepared.models]
+        kinds = {type(part).__name__ for model in models for part in model.modules() if _differs(part)}
+        if kinds and all(model.training for model in models):
+            self._tell(
+                "%s: results are gathered from a model in training mode, in which %s computes otherwise than in "
+                "evaluation: call model.eval() before the loop, and model.train() after it",
+                " and ".join(sorted(kinds)),
+            )
+
+    def tell_of_lost_log(self) -> None:
+        """Tell that a logged value goes nowhere."""
+        self.keeps_logs = True
+        self._tell(
+            "%s: log() goes nowhere, since the run has no tracker: %s keeps it",
+            'log_with="jsonl" with a project_dir',
+        )
+
+    def _before_step(self, of: ref[PreparedOptimizer]) -> bool:
+        """Look at a step; return True after an optimizer's second."""
+        if (optimizer := of()) is None or not self._window.closing:
+            return optimizer is None
+        name = type(optimizer.optimizer).__name__
+        if not self._has_backward and not _has_gradients(optimizer):
+            self._tell("%s: %s steps without a gradient: call accelerator.backward(loss) before it", name)
+        elif optimizer in self._uncleared and not optimizer.is_cleared:
+            self._tell(
+                "%s: %s adds the gradients of this step to those of the one before: call optimizer.zero_grad() "
+                "after each step",
+                name,
+            )
+        optimizer.is_cleared, self._has_backward = False, False
+        if is_second := optimizer in self._stepped:
+            self._uncleared.discard(optimizer)
+        else:
+            self._stepped.add(optimizer)
+            self._uncleared.add(optimizer)
+        return is_second
+
+    def _tell(self, words: str, what: str) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            logger.warning(words, _line_of(_caller()), what)
+
+
+def _tell_step_past(optimizer: Optimizer) -> None:
+    """Tell once if the loop steps a user's optimizer, and not the one that prepare() returned."""
+
+    def look(stepped: Optimizer, *_: Any) -> None:
+        frame = currentframe()
+        while frame is not None and frame.f_code is not PreparedOptimizer.step.__code__:
+            frame = frame.f_back
+        if frame is None:
+            logger.warning(
+                "%s: the loop steps the %s that was passed to prepare(), and not the one that prepare() returned: it "
+                "steps in open windows too, before gradients are averaged over ranks and the loss scale is removed. "
+                "Step the returned one",
+                _line_of(_caller()), type(stepped).__name__,
+            )  # fmt: skip
+        handle.remove()
+
+    handle = optimizer.register_step_pre_hook(look)
+
+
+def _has_gradients(optimizer: PreparedOptimizer) -> bool:
+    """Return whether this rank holds a gradient that is not zero."""
+    return any(_is_set(one.grad) for group in optimizer.param_groups for one in group["params"])
+
+
+def _is_set(gradient: Any) -> bool:
+    if gradient is None:
+        return False
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return bool(local.detach().count_nonzero().item())
+
+
+def _differs(module: nn.Module) -> bool:
+    """Return whether a module computes otherwise in training than in evaluation."""
+    return isinstance(module, BatchNorm) or (isinstance(module, nn.Dropout) and module.p > 0)
+
+
+def _caller() -> FrameType | None:
+    """Return the frame of the user's line."""
+    frame = currentframe()
+    while frame is not None and _package(frame) in ("torch", "drivetrain", "contextlib"):
+        frame = frame.f_back
+    return frame
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0].partition("_")[0]
+
+
+def _line_of(frame: FrameType | None) -> str:
+    return "the loop" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
