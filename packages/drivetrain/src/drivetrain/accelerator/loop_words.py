@@ -46,7 +46,8 @@ class LoopWords:
         self.keeps_logs = keeps_logs
         self._said: set[str] = set()
         self._has_backward = False  # since the last step
-        self._trained_on: object = None  # the loader of the first loss
+        self._has_begun = False
+        self._trained_on: ref[Any] | None = None  # the loader of the first loss
         self._watched: WeakSet[PreparedOptimizer] = WeakSet()
         self._stepped: WeakSet[PreparedOptimizer] = WeakSet()
         self._uncleared: WeakSet[PreparedOptimizer] = WeakSet()  # of these, those whose gradients still stand
@@ -61,8 +62,9 @@ class LoopWords:
 
     def begin_backward(self) -> None:
         """Look at the loop of the first loss, and at what was cleared before this one."""
-        if self._trained_on is None:
-            self._trained_on = self._reading.current or "no prepared loader"
+        if not self._has_begun:
+            self._has_begun = True
+            self._trained_on = None if (loader := self._reading.current) is None else ref(loader)
             if self._shard.count > 1 and (loop := UnpreparedLoops().innermost()) is not None:
                 logger.warning(
                     "the model trains in the loop over %s, which is a DataLoader that was not prepared: each of %d "
@@ -77,7 +79,7 @@ class LoopWords:
     def look_at_evaluation(self) -> None:
         """Look at the mode of the models whose results are gathered."""
         loader = self._reading.current
-        if torch.is_grad_enabled() or loader is None or loader is self._trained_on:
+        if torch.is_grad_enabled() or loader is None or loader is (self._trained_on and self._trained_on()):
             return
         models = [one.unwrap() for one in self._prepared.models]
         kinds = {type(part).__name__ for model in models for part in model.modules() if _differs(part)}
