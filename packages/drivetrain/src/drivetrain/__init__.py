@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain.accelerator.accelerator import Accelerator as Accelerator
+    from drivetrain.early_stopping import EarlyStopping as EarlyStopping
     from drivetrain.plan.effective_plan import EffectivePlan as EffectivePlan
     from drivetrain.plan.effective_plan import PlanMismatchError as PlanMismatchError
     from drivetrain.plan.effective_plan import PlanRow as PlanRow
+    from drivetrain.probes import find_learning_rate as find_learning_rate
+    from drivetrain.probes import gradient_noise as gradient_noise
     from drivetrain.saving.hooks import CheckpointHook as CheckpointHook
     from drivetrain.settings import RunSettings as RunSettings
     from drivetrain_backends import AccumulationError as AccumulationError
@@ -67,7 +70,9 @@ if TYPE_CHECKING:
 # Module -> its public names.
 _NAMES = {
     "drivetrain.accelerator.accelerator": "Accelerator",
+    "drivetrain.early_stopping": "EarlyStopping",
     "drivetrain.plan.effective_plan": "EffectivePlan PlanMismatchError PlanRow",
+    "drivetrain.probes": "find_learning_rate gradient_noise",
     "drivetrain.saving.hooks": "CheckpointHook",
     "drivetrain.settings": "RunSettings",
     "drivetrain_backends": "AccumulationError BackendRegistry BatchMismatchError DDPSettings PairingError "

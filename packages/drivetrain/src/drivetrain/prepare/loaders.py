@@ -55,13 +55,11 @@ def _make_on_batch(parts: Parts) -> Callable[[], None]:
         parts.settings.seed,
         parts.shard.index,
     )  # not the parts: a cycle
-    is_first = True
 
     def receive() -> None:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            draw_by_shard(seed, shard)
+        draw_by_shard(
+            seed, shard
+        )  # at each batch, since a load may bring back the seed from before the first
         mark(ProgressMark.BATCH)
 
     return receive

@@ -1,0 +1,105 @@
+"""Learning-rate finder and gradient noise: their numbers, and a run that goes on as if they had not been."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator, find_learning_rate, gradient_noise
+
+QUIET: Any = {"run": {"show_plan": False}}
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+class Run:
+    """A small training with dropout, batch norm, momentum and a schedule that ends with the training."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, seed=0, sections=QUIET, **settings)
+        inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+        data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+        model = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=16)
+        loader = DataLoader(data, batch_size=8, shuffle=True)
+        self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
+            model, optimizer, schedule, loader
+        )
+
+    def train(self) -> dict[str, torch.Tensor]:
+        for batch in self.loader:
+            self.accelerator.train_step(batch, loss=loss_of)
+        found = self.accelerator.get_state_dict(self.model, everywhere=True)
+        self.accelerator.end_training()
+        return found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed"])
+def test_a_run_goes_on_as_if_nothing_had_been_tried(backend: str) -> None:
+    plain = Run(backend=backend).train()
+    run = Run(backend=backend)
+    found = find_learning_rate(
+        run.accelerator, run.model, run.loader, loss=loss_of, num_steps=60, lowest=1e-4, highest=100
+    )
+    if backend != "deepspeed":
+        noise = gradient_noise(run.accelerator, run.model, run.loader, loss=loss_of, num_batches=4)
+        assert noise.noise > 0
+    assert found.rates[0] == pytest.approx(1e-4)
+    assert 1e-4 < found.steepest < 1
+    assert len(found.rates) < 60  # it has diverged
+    for name, value in run.train().items():
+        assert torch.equal(value, plain[name]), name
+
+
+def test_accumulated_steps_and_a_project_are_left_as_they_were(tmp_path: Path) -> None:
+    settings: Any = {"gradient_accumulation_steps": 2, "project_dir": tmp_path}
+    plain = Run(**settings).train()
+    run = Run(**settings)
+    files = sorted(tmp_path.iterdir())
+    find_learning_rate(run.accelerator, run.model, run.loader, loss=loss_of, num_steps=5)
+    gradient_noise(run.accelerator, run.model, run.loader, loss=loss_of)
+    assert sorted(tmp_path.iterdir()) == files
+    for name, value in run.train().items():
+        assert torch.equal(value, plain[name]), name
+
+
+def test_the_noise_of_gaussian_gradients_is_found() -> None:
+    accelerator = Accelerator(cpu=True, seed=0, sections=QUIET)
+    data = torch.randn(8192, 10, generator=torch.Generator().manual_seed(0)) + 0.5
+    model, optimizer, loader = nn.Linear(10, 1, bias=False), None, DataLoader(data, batch_size=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    found = gradient_noise(
+        accelerator, model, loader, loss=lambda model, batch: model(batch).mean(), num_batches=128
+    )
+    accelerator.end_training()
+    # The gradient of a sample is the sample: its mean is 0.5 in each of ten places, with variance 1.
+    assert found.gradient == pytest.approx(2.5, rel=0.05)
+    assert found.noise == pytest.approx(10, rel=0.1)
+    assert found.scale == pytest.approx(4, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lowest": 0.0}, {"lowest": 1.0, "highest": 0.5}, {"num_steps": 1}, {"highest": float("nan")}]
+)
+def test_rates_that_do_not_rise_are_refused(wrong: dict[str, Any]) -> None:
+    run = Run()
+    with pytest.raises(ValueError, match="the rates rise from above 0, in at least 2 steps"):
+        find_learning_rate(run.accelerator, run.model, run.loader, loss=loss_of, **wrong)
+    run.accelerator.end_training()
+
+
+def test_too_few_batches_are_refused() -> None:
+    run = Run()
+    with pytest.raises(ValueError, match="the loader gave 32"):
+        gradient_noise(run.accelerator, run.model, run.loader, loss=loss_of, num_batches=33)
+    run.accelerator.end_training()
