@@ -1,6 +1,7 @@
 """The site: Sphinx reads Markdown (MyST), takes the reference from docstrings, and furo draws it."""
 
 import sys
+import tomllib
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -8,11 +9,25 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+_umbrella = tomllib.loads((ROOT / "packages" / "drivetrain" / "pyproject.toml").read_text())["project"]
+_repository = _umbrella.get("urls", {}).get("Repository")  # without an address there is no link
+
 project = "drivetrain"
 author = "the drivetrain authors"
 copyright = author
+release = version = _umbrella["version"]
 html_theme = "furo"
-html_title = "drivetrain"
+html_title = f"drivetrain {version}"
+html_static_path = ["_static"]
+html_css_files = ["drivetrain.css"]
+html_favicon = "_static/logo-light.svg"
+html_theme_options = {
+    "light_logo": "logo-light.svg",
+    "dark_logo": "logo-dark.svg",
+    "footer_icons": [{"name": "Repository", "url": _repository, "html": "Repository", "class": ""}]
+    if _repository
+    else [],
+}
 extensions = ["myst_parser", "sphinx_design", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 
