@@ -36,7 +36,9 @@ myst_heading_anchors = 4
 # The heading of a package's name comes with its docstring between; a page may step from # to ###.
 suppress_warnings = ["myst.header"]
 
+smartquotes_action = "qe"  # not D, which makes a dash of the two hyphens of a flag
 default_role = "code"  # docstrings write `name`, as Markdown does
+toc_object_entries = False  # every page would copy the list of every method of the reference
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88

@@ -20,7 +20,7 @@ def identity(page: Path) -> str:
 def block_languages(text: str) -> list[str]:
     """The word after each fence that opens a block."""
     fences = re.findall(r"^ *(```+)([^\n`]*)$", text, flags=re.MULTILINE)
-    return [word.strip() for _, word in fences[::2]]
+    return [word.strip().partition(" ")[0] for _, word in fences[::2]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)
