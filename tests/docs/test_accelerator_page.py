@@ -1,4 +1,4 @@
-"""Every public name of the Accelerator stands on its page, with a call that runs (conftest.py at the root runs it)."""
+"""Every public name of the Accelerator stands on its page, with a call, which conftest.py at the root runs."""
 
 import re
 from pathlib import Path
