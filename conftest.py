@@ -29,7 +29,7 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parent / "build
 pytest_plugins = ["lanes", "default_cases", "drawing", "rank_fixtures", "launch_fixtures"]
 
 # Sketches of shapes and protocols, not code that a user copies.
-SKETCHES = ("docs/design.md", "docs/platforms.md")
+SKETCHES = ("docs/design.md", "docs/design/platforms.md")
 OWN_PROCESS = "<!-- a process of its own -->"
 
 

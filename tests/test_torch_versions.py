@@ -1,4 +1,4 @@
-"""What versions of torch lack: each line of the table in docs/platforms.md, held under the installed torch."""
+"""What versions of torch lack: each line of the table in docs/design/platforms.md, held under the installed torch."""
 
 import inspect
 import warnings
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from drivetrain_backends.fsdp.compat import sharded_parameters
 from plain_loop.backends import context
 
-PAGE = Path(__file__).parents[1] / "docs" / "platforms.md"
+PAGE = Path(__file__).parents[1] / "docs" / "design" / "platforms.md"
 # Others, such as 2.10, are between those that are tried; a newer one lacks nothing.
 TRIED = ("2.9", "2.11", "2.13", "2.15")
 TORCH = ".".join(torch.__version__.split(".")[:2])

@@ -1,4 +1,4 @@
-"""Build the documentation and look at it: `uv run python tools/docs.py [--open] [--serve PORT]`."""
+"""Build the documentation and look at it: `uv run python tools/docs.py [--open] [--serve PORT] [--fresh]`."""
 
 import argparse
 import sys
@@ -19,8 +19,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools/docs.py", description="Build the documentation.")
     parser.add_argument("--open", action="store_true", help="open it in the browser")
     parser.add_argument("--serve", type=int, metavar="PORT", help="serve it on this machine until Ctrl-C")
+    parser.add_argument("--fresh", action="store_true", help="build all pages, not only those that changed")
     options = parser.parse_args(arguments)
-    findings = build(ROOT)
+    findings = build(ROOT, is_fresh=options.fresh, shows_progress=True)
     print("\n".join(str(finding) for finding in findings))
     page = SITE / "index.html"
     if not page.exists():

@@ -66,8 +66,8 @@ def make_package(root: Path, module: str) -> None:
     (folder / "src" / "drivetrain_toy" / "__init__.py").write_text("")
     (folder / "src" / "drivetrain_toy" / "settings.py").write_text("import dataclasses\n")
     (folder / "src" / "drivetrain_toy" / "module.py").write_text(module)
-    (root / "docs").mkdir()
-    (root / "docs" / "platforms.md").write_text("")
+    (root / "docs" / "design").mkdir(parents=True)
+    (root / "docs" / "design" / "platforms.md").write_text("")
     limits = "all packages have at most 500 lines, and none more than 500\n"
     (root / "docs" / "design.md").write_text(f"| drivetrain-toy | drivetrain_toy | a toy | 500 |\n{limits}")
 

@@ -12,10 +12,21 @@ from checks.findings import Finding
 SCRIPTS = Path(sys.executable).parent
 
 
-def captured(command: Sequence[str], *, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end and keep what it prints; its exit code is the caller's to judge."""
+def captured(
+    command: Sequence[str], *, cwd: Path, shows_output: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end and keep what it prints; its exit code is the caller's to judge.
+
+    With `shows_output`, the terminal gets its stdout, and stderr alone is kept.
+    """
     return subprocess.run(
-        command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        command,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=None if shows_output else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
 
 
@@ -56,5 +67,5 @@ def failure(where: str, finished: subprocess.CompletedProcess[str]) -> list[Find
     """A finding that carries a captured command's whole output, if it failed."""
     if not finished.returncode:
         return []
-    said = (finished.stdout + finished.stderr).strip()
+    said = ((finished.stdout or "") + finished.stderr).strip()
     return [Finding(where=where, message=f"exit code {finished.returncode}\n{said}")]

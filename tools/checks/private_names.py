@@ -1,4 +1,4 @@
-"""Private names of other libraries stand in `compat.py`, and in the table of docs/platforms.md."""
+"""Private names of other libraries stand in `compat.py`, and in the table of docs/design/platforms.md."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from checks.findings import Finding
 from checks.sources import Source
 
-TABLE = "docs/platforms.md"
+TABLE = "docs/design/platforms.md"
 # What may stand in other files too, each with the reason.
 ALLOWED_NAMES = {
     **dict.fromkeys(
@@ -36,7 +36,7 @@ def private_names(sources: Iterable[Source], table: str) -> list[Finding]:
 
     Args:
         sources: The files of all packages.
-        table: The text of docs/platforms.md.
+        table: The text of docs/design/platforms.md.
     """
     files, listed = list(sources), frozenset(re.findall(r"`(_\w+)`", table))
     owned: dict[str, set[str]] = {}  # by package

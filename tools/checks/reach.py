@@ -15,7 +15,7 @@ from pathlib import Path
 
 _SOURCES = ("packages/*/src", "tests", "tools")  # folders that modules are imported from
 _PROGRAMS = ("examples", "benchmarks")  # whose files tests start by their names
-_SKETCHES = ("docs/design.md", "docs/platforms.md")  # their blocks do not run: see conftest.py
+_SKETCHES = ("docs/design.md", "docs/design/platforms.md")  # their blocks do not run: see conftest.py
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

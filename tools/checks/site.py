@@ -7,22 +7,22 @@ from checks.commands import SCRIPTS, captured, failure, shown
 from checks.findings import Finding
 
 
-def build(root: Path) -> list[Finding]:
-    """Build the site anew into docs/_build/html; each warning is a finding."""
+def build(root: Path, *, is_fresh: bool = True, shows_progress: bool = False) -> list[Finding]:
+    """Build the site into docs/_build/html; each warning is a finding.
+
+    Args:
+        root: The repository.
+        is_fresh: Whether to build all pages anew; else those that changed, and only their warnings are found.
+        shows_progress: Whether the terminal shows which page is read or written.
+    """
     site = root / "docs" / "_build" / "html"
-    shutil.rmtree(site, ignore_errors=True)
-    command = [
-        str(SCRIPTS / "sphinx-build"),
-        "-W",
-        "--keep-going",
-        "-q",
-        "-E",
-        "-b",
-        "html",
-        "docs",
-        str(site),
-    ]
-    finished = captured(command, cwd=root)
+    command = [str(SCRIPTS / "sphinx-build"), "-W", "--keep-going", "-j", "auto", "-b", "html"]
+    if is_fresh:
+        shutil.rmtree(site, ignore_errors=True)
+        command.append("-E")
+    if not shows_progress:
+        command.append("-q")
+    finished = captured([*command, "docs", str(site)], cwd=root, shows_output=shows_progress)
     warnings = [Finding(where="sphinx", message=line) for line in warning_lines(finished.stderr)]
     return warnings or failure("sphinx", finished)
 

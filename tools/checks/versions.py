@@ -67,7 +67,7 @@ WORDS = tuple(dict.fromkeys([*(v.torch for v in TABLE), *sorted({v.python for v 
 
 # What a version of torch may break: each backend's contract, and whatever reads torch beyond its public names.
 SELECTION = (
-    # what torch lacks, line by line of docs/platforms.md
+    # what torch lacks, line by line of docs/design/platforms.md
     "tests/test_torch_versions.py",
     # the contract of each backend, with one, two and four processes
     "tests/backends/composed/test_contract.py",

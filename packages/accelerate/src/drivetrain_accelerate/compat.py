@@ -1,4 +1,4 @@
-"""The private names of torch and transformers that this package uses; docs/platforms.md lists them."""
+"""The private names of torch and transformers that this package uses; docs/design/platforms.md lists them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,7 @@
 """The private names of torch's tensors, modules and optimizers that this package uses, in one place.
 
 torch has no public API for these names. They are the same in torch 2.9 to 2.15. tests/backends/test_compat.py and
-tests/backends/gradients/test_multi_tensor.py test their behaviour, and docs/platforms.md lists the names.
+tests/backends/gradients/test_multi_tensor.py test their behaviour, and docs/design/platforms.md lists the names.
 The private names of DDP and FSDP2 are in `ddp.compat` and `fsdp.compat`.
 """
 

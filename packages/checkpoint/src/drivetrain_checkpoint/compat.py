@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, in one place.
 
 torch has no public API for these names. They are the same in torch 2.9 to 2.15. tests/checkpoint/test_compat.py tests
-the behaviour that this package relies on, and docs/platforms.md lists the names.
+the behaviour that this package relies on, and docs/design/platforms.md lists the names.
 """
 
 from torch import Tensor

@@ -1,7 +1,7 @@
 """The private names of torch, torchdata and datasets that this package uses, in one place.
 
 They have no public API. They are the same in torch 2.9 to 2.15 and torchdata 0.8 to 0.11; tests/data/test_compat.py
-holds each one to what is relied on, and docs/platforms.md lists them.
+holds each one to what is relied on, and docs/design/platforms.md lists them.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """The private and undocumented names of DeepSpeed that this backend uses, in one place.
 
 DeepSpeed has no public API for these names. They are those of 0.19. tests/deepspeed/test_compat.py tests the
-behaviour that the backend relies on, and docs/platforms.md lists the names.
+behaviour that the backend relies on, and docs/design/platforms.md lists the names.
 
 An engine's optimizer has one of four kinds: stage 0 keeps the user's own; stage 1 with bf16 has a kind with flat fp32
 gradients; otherwise, stages 1 and 2 have a kind with each rank's part of the gradients; the kind of stage 3 divides

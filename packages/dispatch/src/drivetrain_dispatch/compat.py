@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, in one place.
 
 torch has no public API for them. They are the same in torch 2.9 to 2.15. tests/dispatch/test_compat.py tests the
-behaviour that is relied on. docs/platforms.md lists the names.
+behaviour that is relied on. docs/design/platforms.md lists the names.
 """
 
 import sys

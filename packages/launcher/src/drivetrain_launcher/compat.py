@@ -1,7 +1,7 @@
 """The private names of torch's elastic agent that this package uses, in one place.
 
 torch has no public API for them. They are the same in torch 2.9 to 2.15 unless a comment says otherwise;
-tests/launcher/test_compat.py checks each name's behaviour, and docs/platforms.md lists the names.
+tests/launcher/test_compat.py checks each name's behaviour, and docs/design/platforms.md lists the names.
 
 This module is imported only to start processes under the agent, since it imports what torchrun imports of torch.
 """

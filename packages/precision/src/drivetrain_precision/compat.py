@@ -1,7 +1,7 @@
 """The private names of torch and torchao that this package uses, in one place.
 
 torch has no public API for them. They are the same in torch 2.9 to 2.15; tests/precision/test_compat.py holds each
-one to what is relied on, and docs/platforms.md lists them.
+one to what is relied on, and docs/design/platforms.md lists them.
 """
 
 import sys

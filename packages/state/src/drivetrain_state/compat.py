@@ -1,7 +1,7 @@
 """The private names of torch and torch-xla that this package uses, in one place.
 
 They have no public API. Torch's are the same in torch 2.9 to 2.15; tests/state/test_compat.py holds each one
-to what is relied on, and docs/platforms.md lists them.
+to what is relied on, and docs/design/platforms.md lists them.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Private names of torch that the plugins rely on; docs/platforms.md lists them."""
+"""Private names of torch that the plugins rely on; docs/design/platforms.md lists them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,7 @@
 """The private and undocumented names of torch's DistributedDataParallel that this backend uses, in one place.
 
 torch has no public API for these names. They are the same in torch 2.9 to 2.15 unless a function says otherwise.
-tests/backends/ddp/test_compat.py tests the behaviour that is relied on; docs/platforms.md lists the names.
+tests/backends/ddp/test_compat.py tests the behaviour that is relied on; docs/design/platforms.md lists the names.
 """
 
 import re

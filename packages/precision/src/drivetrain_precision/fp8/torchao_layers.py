@@ -1,8 +1,8 @@
 """The linear layers of torchao that train in float8, MXFP8 and NVFP4. Importing this module imports torchao.
 
 torchao's public functions convert whole models and make new modules. Only this module names the classes of the new
-modules, so that a layer can get such a class in place. docs/platforms.md lists the classes, and tests/precision/fp8
-checks the behaviour that is relied on.
+modules, so that a layer can get such a class in place. docs/design/platforms.md lists the classes, and
+tests/precision/fp8 checks the behaviour that is relied on.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """The private names of the platforms' libraries that this package uses, in one place.
 
 The libraries have no public names for these uses. tests/tracking/platforms/test_compat.py checks each name, and
-docs/platforms.md lists them. A library is imported only inside a call that gets none of its objects.
+docs/design/platforms.md lists them. A library is imported only inside a call that gets none of its objects.
 """
 
 from collections.abc import Generator, Mapping
