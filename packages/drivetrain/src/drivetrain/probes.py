@@ -145,6 +145,7 @@ def gradient_noise(
 
     Raises:
         ValueError: The loader has too few batches, or no known batch size.
+        AccumulationError: The backend's accumulation cannot be changed, as DeepSpeed's.
     """
     with _put_back(accelerator, model) as prepared:
         batches = [batch for batch, _ in zip(loader, range(num_batches), strict=False)]
@@ -154,8 +155,8 @@ def gradient_noise(
                 f"gradient_noise(num_batches={num_batches!r}): needs at least 2 batches of a known size, and the "
                 f"loader gave {len(batches)}"
             )
-        small = [_squared_norm(accelerator, prepared, model, [batch], loss) for batch in batches]
         whole = _squared_norm(accelerator, prepared, model, batches, loss)
+        small = [_squared_norm(accelerator, prepared, model, [batch], loss) for batch in batches]
     mean, number = sum(small) / len(small), len(small)
     return GradientNoise(
         gradient=(number * whole - mean) / (number - 1),
