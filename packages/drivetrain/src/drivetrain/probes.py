@@ -147,16 +147,21 @@ def gradient_noise(
         ValueError: The loader has too few batches, or no known batch size.
         AccumulationError: The backend's accumulation cannot be changed, as DeepSpeed's.
     """
-    with _put_back(accelerator, model) as prepared:
-        batches = [batch for batch, _ in zip(loader, range(num_batches), strict=False)]
-        size = loader.total_batch_size
-        if size is None or len(batches) < max(2, num_batches):
-            raise ValueError(
-                f"gradient_noise(num_batches={num_batches!r}): needs at least 2 batches of a known size, and the "
-                f"loader gave {len(batches)}"
-            )
-        whole = _squared_norm(accelerator, prepared, model, batches, loss)
-        small = [_squared_norm(accelerator, prepared, model, [batch], loss) for batch in batches]
+    before = accelerator.gradient_accumulation_steps
+    accelerator.gradient_accumulation_steps = num_batches
+    try:
+        with _put_back(accelerator, model) as prepared:
+            batches = [batch for batch, _ in zip(loader, range(num_batches), strict=False)]
+            size = loader.total_batch_size
+            if size is None or len(batches) < max(2, num_batches):
+                raise ValueError(
+                    f"gradient_noise(num_batches={num_batches!r}): needs at least 2 batches of a known size, and the "
+                    f"loader gave {len(batches)}"
+                )
+            small = [_squared_norm(accelerator, prepared, model, [batch], loss) for batch in batches]
+            whole = _squared_norm(accelerator, prepared, model, batches, loss)
+    finally:
+        accelerator.gradient_accumulation_steps = before
     mean, number = sum(small) / len(small), len(small)
     return GradientNoise(
         gradient=(number * whole - mean) / (number - 1),
@@ -224,8 +229,6 @@ def _squared_norm(
     accelerator: Accelerator, prepared: Prepared, model: nn.Module, batches: Sequence[Any], loss: MeanLoss
 ) -> float:
     """Return the squared norm of the mean gradient of batches, which is dropped."""
-    before = accelerator.gradient_accumulation_steps
-    accelerator.gradient_accumulation_steps = len(batches)
     norm: Tensor | None = None
     for place, batch in enumerate(batches, start=1):
         with accelerator.accumulate(model, last=place == len(batches)):
@@ -233,6 +236,5 @@ def _squared_norm(
             norm = accelerator.clip_grad_norm_(model.parameters(), inf)
     for optimizer in prepared.optimizers:
         optimizer.zero_grad()
-    accelerator.gradient_accumulation_steps = before
     assert norm is not None
     return float(norm) ** 2
