@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from time import sleep
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -20,7 +19,9 @@ class Repository:
     """The commits of a repository, each all of its files by name."""
 
     private: bool
-    commits: list[dict[str, bytes]] = field(default_factory=lambda: [{".gitattributes": b"*.bin filter=lfs\n"}])
+    commits: list[dict[str, bytes]] = field(
+        default_factory=lambda: [{".gitattributes": b"*.bin filter=lfs\n"}]
+    )
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -38,13 +39,13 @@ class PlayedHub:
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict[str, Repository])
     objects: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    refused: list[str] = field(default_factory=list[str])  # beginnings of the requests that fail, as "POST /api"
-    seconds: dict[str, float] = field(default_factory=dict[str, float])  # that requests take, likewise
+    refused: list[str] = field(
+        default_factory=list[str]
+    )  # beginnings of the requests that fail, as "POST /api"
     requests: list[str] = field(default_factory=list[str])
 
     def answer(self, method: str, path: str, body: bytes, is_owner: bool) -> tuple[int, Any]:
         """Return the status of a response, and its bytes or what becomes JSON."""
-        sleep(sum(seconds for one, seconds in self.seconds.items() if f"{method} {path}".startswith(one)))
         if any(f"{method} {path}".startswith(one) for one in self.refused):
             return 400, {"error": "refused by the test"}
         if path == "/api/repos/create":
@@ -84,7 +85,9 @@ class PlayedHub:
             return 200, {"id": name, "sha": commit, "private": repository.private, "siblings": []}
         if action == "tree":
             sums = {each: hashlib.sha1(files[each]).hexdigest() for each in files}
-            return 200, [{"type": "file", "path": p, "size": len(files[p]), "oid": oid} for p, oid in sums.items()]
+            return 200, [
+                {"type": "file", "path": p, "size": len(files[p]), "oid": oid} for p, oid in sums.items()
+            ]
         if action == "preupload":
             paths = [one["path"] for one in json.loads(body)["files"]]
             mode = {True: "lfs", False: "regular"}
@@ -132,7 +135,7 @@ def played_hub() -> Iterator[PlayedHub]:
             if self.command != "HEAD":
                 self.wfile.write(content)
 
-        do_GET = do_HEAD = do_POST = do_PUT = reply
+        do_GET = do_HEAD = do_POST = do_PUT = reply  # noqa: N815 http.server's names
 
         def log_message(self, *_: object) -> None:
             pass

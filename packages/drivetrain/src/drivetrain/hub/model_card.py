@@ -16,7 +16,17 @@ from drivetrain.hub.run_curves import MetricCurve
 from drivetrain.plan.effective_plan import EffectivePlan
 from drivetrain_checkpoint import open_export
 
-_FACTS = ("processes", "device", "backend", "precision", "layers", "sequences", "fp8 layers", "data ", "states ")
+_FACTS = (
+    "processes",
+    "device",
+    "backend",
+    "precision",
+    "layers",
+    "sequences",
+    "fp8 layers",
+    "data ",
+    "states ",
+)
 _UNSHOWN_SECTIONS = ("state", "checkpoint", "tracking")  # how a run is kept, not what it computes
 _MOST_METRICS = 24
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -49,8 +59,9 @@ def describe_export(folder: Path) -> ExportFacts:
     places = open_export(folder if adapter is None else adapter.parent).places.values()
     stored = {(place.file, place.name): place.info for place in places}.values()
     num_files = len({place.file for place in places})
+    count = "1 file" if num_files == 1 else f"{num_files} files"
     dtypes = ", ".join(sorted({str(info.dtype).removeprefix("torch.") for info in stored}))
-    weights = f"{sum(prod(info.shape) for info in stored):,} values of {dtypes} in {num_files} files"
+    weights = f"{sum(prod(info.shape) for info in stored):,} values of {dtypes} in {count}"
     if adapter is not None:
         base = json.loads(adapter.read_text()).get("base_model_name_or_path") or ""
         on_hub = base if _HUB_NAME.fullmatch(base) and not Path(base).exists() else None
@@ -79,7 +90,7 @@ def model_card(
     *,
     export: ExportFacts,
     plan: EffectivePlan,
-    num_steps: int,
+    facts: Mapping[str, str],
     config: Mapping[str, float],
     curves: Sequence[MetricCurve],
     picture: str | None,
@@ -91,16 +102,21 @@ def model_card(
         repo_id: The name of the repository on the Hub.
         export: The facts of the export.
         plan: The effective plan of the run.
-        num_steps: The optimizer steps that the run has taken.
+        facts: Facts of the run beside the plan's.
         config: The numbers of the run's configuration.
         curves: The metrics that the run has logged.
         picture: The name of the file with the picture of the losses; None for none.
         card_data: Entries of the front matter, such as `{"license": "mit"}`; they replace the card's own.
     """
-    front = {"library_name": export.library, "tags": ["drivetrain"], "base_model": export.base_model, **card_data}
+    front = {
+        "library_name": export.library,
+        "tags": ["drivetrain"],
+        "base_model": export.base_model,
+        **card_data,
+    }
     name = repo_id.rpartition("/")[2]
-    facts = {"weights": export.weights, "optimizer steps": f"{num_steps:,}"}
-    facts |= {key: str(value) for key, value in plan.facts.items() if key.startswith(_FACTS)}
+    planned = {key: value for key, value in plan.facts.items() if key.startswith(_FACTS)}
+    told = {"weights": export.weights, **facts, **planned}
     settings = {
         row.setting: row.applied
         for row in plan.rows
@@ -115,13 +131,14 @@ def model_card(
         f"# {name}\n\nThis model was trained with drivetrain. Load it:\n",
         f"```python\n{export.load.replace('REPO', repo_id)}\n```\n",
         "## Training\n",
-        _table(("fact", "value"), facts.items()),
+        _table(("fact", "value"), told.items()),
         _table(("setting", "value"), settings.items()),
         _table(("configuration", "value"), config.items()),
     ]
     if curves:
         rows = [
-            (one.name, f"{one.last:.6g}", *(_at(point) for point in _extremes(one))) for one in curves[:_MOST_METRICS]
+            (one.name, f"{one.last:.6g}", *(_at(point) for point in _extremes(one)))
+            for one in curves[:_MOST_METRICS]
         ]
         parts += ["## Metrics\n", _table(("metric", "last", "lowest", "highest"), rows)]
     if len(curves) > _MOST_METRICS:

@@ -1,23 +1,31 @@
 """Upload a folder to the Hugging Face Hub in one commit, and download a repository, by huggingface_hub."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from re import fullmatch
+from typing import TypeAlias
 
 from drivetrain_tracking.spool.line import LOG_NAME
 
-_OF_RUNS = (LOG_NAME, "plan.json", "manifest.json")  # of a project or a checkpoint, which name hosts and paths
+_OF_RUNS = (
+    LOG_NAME,
+    "plan.json",
+    "manifest.json",
+)  # of a project or a checkpoint, which name hosts and paths
 _OF_EXPORTS = r"model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors"
 _LOG_IN = "run `hf auth login` where rank 0 runs, set HF_TOKEN there, or pass token=..."
+
+
+Files: TypeAlias = Mapping[str, Path | bytes]  # by their names in the repository
 
 
 class HubError(RuntimeError):
     """An upload to the Hub or a download that failed; of an upload, nothing is visible on the Hub."""
 
 
-def files_to_push(folder: Path) -> dict[str, Path]:
+def files_to_push(folder: Path) -> Files:
     """Return the files of an export by their names in a repository; hidden ones are left out.
 
     Raises:
@@ -25,7 +33,9 @@ def files_to_push(folder: Path) -> dict[str, Path]:
     """
     found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files = {
-        name.as_posix(): path for name, path in found.items() if not any(p.startswith(".") for p in name.parts)
+        name.as_posix(): path
+        for name, path in found.items()
+        if not any(p.startswith(".") for p in name.parts)
     }
     if of_runs := [name for name in files if name.rpartition("/")[2] in _OF_RUNS]:
         raise ValueError(
@@ -36,8 +46,8 @@ def files_to_push(folder: Path) -> dict[str, Path]:
 
 
 def upload(
-    files: Mapping[str, Path | bytes],
     repo_id: str,
+    files_for: Callable[[str], Files],
     *,
     private: bool | None,
     message: str,
@@ -47,6 +57,14 @@ def upload(
     """Commit files to a model repository, which is created if missing, and return the commit's URL.
 
     Files of an earlier export that the new one lacks are deleted in the same commit.
+
+    Args:
+        repo_id: The repository, as "name" or "owner/name".
+        files_for: A function from the repository's full name to the files by name.
+        private: Whether the repository must be private; None for either.
+        message: The message of the commit.
+        token: A token that may write; None for the one that huggingface_hub finds.
+        endpoint: The URL of the Hub; None for huggingface_hub's default.
 
     Raises:
         HubError: There is no token or no access, the Hub failed, or the repository is not `private` as given.
@@ -66,6 +84,7 @@ def upload(
                 f"push_to_hub({repo_id!r}, private={private}): the repository exists and is {kind}, so nothing was "
                 "uploaded; change that in its settings on the Hub, or leave private out"
             )
+        files = files_for(repo_id)
         present = api.list_repo_files(repo_id)
         stale = [name for name in present if fullmatch(_OF_EXPORTS, name) and name not in files]
         operations = [
@@ -107,7 +126,9 @@ def download(
 def _hub_errors(doing: str, advice: str) -> Generator[None]:
     """Raise errors of huggingface_hub and its connections as HubError, with what to do next."""
     if find_spec("huggingface_hub") is None:
-        raise ImportError(f"{doing}: huggingface_hub is not installed; pip install 'drivetrain[hub]' brings it")
+        raise ImportError(
+            f"{doing}: huggingface_hub is not installed; pip install 'drivetrain[hub]' brings it"
+        )
     try:
         yield
     except HubError:
@@ -116,5 +137,6 @@ def _hub_errors(doing: str, advice: str) -> Generator[None]:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             advice = f"the token may not do this: with one that may, {_LOG_IN}"
-        told = f"{error}" if error.__cause__ is None else f"{error} ({error.__cause__})"
-        raise HubError(f"{doing}: {type(error).__name__}: {told}; {advice}") from error
+        # A file that could not be uploaded: only the cause says why.
+        told = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        raise HubError(f"{doing}: {type(told).__name__}: {' '.join(str(told).split())}; {advice}") from error
