@@ -1,6 +1,7 @@
 """Exports on a Hub of the loopback: one commit with a card, downloads by every rank, and what fails."""
 
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from time import sleep
@@ -167,6 +168,14 @@ def test_what_fails_leaves_nothing_visible_and_says_what_to_do(
     assert hub.repositories["me/hidden"].private
     with pytest.raises(HubError, match=r"Repository Not Found.*check the name"):
         accelerator.from_hub("me/hidden", endpoint=hub.url)
+
+
+def test_a_missing_client_is_named_with_its_extra(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"pip install 'drivetrain\[hub\]' brings it"):
+        accelerator.from_hub("me/tiny")
 
 
 def test_a_download_is_taken_again_without_a_connection(
