@@ -1,4 +1,4 @@
-"""Who does what of an upload and a download: one rank transfers, and the others wait for as long as it takes."""
+"""Uploads and downloads on several ranks: one transfers, and the others wait for as long as it takes."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -11,7 +11,7 @@ from drivetrain.hub.run_curves import draw_losses, read_curves
 from drivetrain.hub.transfer import Files, files_to_push
 from drivetrain.parts.parts import Parts
 from drivetrain.plan.effective import plan_of
-from drivetrain_state import Context, gather_object
+from drivetrain_state import Context
 from drivetrain_state.collectives.collective_errors import on_all_ranks, on_each_rank
 from drivetrain_tracking import JSONLTracker
 
@@ -75,7 +75,7 @@ def without_haste(
         running = pool.submit(run)
         while True:
             wait([running], timeout=beat_seconds)
-            if all(gather_object(context, running.done())):
+            if all(on_all_ranks(context, running.done, doing=doing)):
                 return on_all_ranks(context, running.result, doing=doing)
 
 

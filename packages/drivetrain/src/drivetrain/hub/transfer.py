@@ -58,13 +58,7 @@ def upload(
 
     Files of an earlier export that the new one lacks are deleted in the same commit.
 
-    Args:
-        repo_id: The repository, as "name" or "owner/name".
-        files_for: A function from the repository's full name to the files by name.
-        private: Whether the repository must be private; None for either.
-        message: The message of the commit.
-        token: A token that may write; None for the one that huggingface_hub finds.
-        endpoint: The URL of the Hub; None for huggingface_hub's default.
+    `files_for` returns the files from the repository's full name; for the rest see `Accelerator.push_to_hub`.
 
     Raises:
         HubError: There is no token or no access, the Hub failed, or the repository is not `private` as given.
