@@ -155,7 +155,7 @@ def test_what_fails_leaves_nothing_visible_and_says_what_to_do(
     for refused in ("PUT /objects/", "POST /api/models/me/tiny/commit"):
         hub.refused = [refused]
         with pytest.raises(
-            HubError, match=r"refused by the test.*nothing of it is visible there; push again"
+            HubError, match=r"refused by the test.*the Hub shows all of it or nothing; push again"
         ):
             push()
         assert len(hub.repositories["me/tiny"].commits) == 1

@@ -42,7 +42,7 @@ class Hub(HasParts):
             The URL of the commit.
 
         Raises:
-            HubError: The upload failed; nothing of it is visible on the Hub.
+            HubError: The upload failed; the Hub shows all of it or nothing.
             NoCheckpointError, CorruptCheckpointError, ValueError: The folder holds no complete export, or a run.
             ImportError: huggingface_hub is not installed; `drivetrain[hub]` brings it.
             OtherRankFailedError: The main process failed; the message holds its error.

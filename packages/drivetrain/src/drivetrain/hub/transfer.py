@@ -9,20 +9,16 @@ from typing import TypeAlias
 
 from drivetrain_tracking.spool.line import LOG_NAME
 
-_OF_RUNS = (
-    LOG_NAME,
-    "plan.json",
-    "manifest.json",
-)  # of a project or a checkpoint, which name hosts and paths
+# Of a project or a checkpoint; they name hosts and paths.
+_OF_RUNS = (LOG_NAME, "plan.json", "manifest.json")
 _OF_EXPORTS = r"model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors"
 _LOG_IN = "run `hf auth login` where rank 0 runs, set HF_TOKEN there, or pass token=..."
-
 
 Files: TypeAlias = Mapping[str, Path | bytes]  # by their names in the repository
 
 
 class HubError(RuntimeError):
-    """An upload to the Hub or a download that failed; of an upload, nothing is visible on the Hub."""
+    """An upload to the Hub or a download that failed; of an upload, the Hub shows all or nothing."""
 
 
 def files_to_push(folder: Path) -> Files:
@@ -35,7 +31,7 @@ def files_to_push(folder: Path) -> Files:
     files = {
         name.as_posix(): path
         for name, path in found.items()
-        if not any(p.startswith(".") for p in name.parts)
+        if not any(part.startswith(".") for part in name.parts)
     }
     if of_runs := [name for name in files if name.rpartition("/")[2] in _OF_RUNS]:
         raise ValueError(
@@ -56,14 +52,13 @@ def upload(
 ) -> str:
     """Commit files to a model repository, which is created if missing, and return the commit's URL.
 
-    Files of an earlier export that the new one lacks are deleted in the same commit.
-
-    `files_for` returns the files from the repository's full name; for the rest see `Accelerator.push_to_hub`.
+    Files of an earlier export that the new one lacks are deleted in the same commit. `files_for` returns the files
+    from the repository's full name; for the rest see `Accelerator.push_to_hub`.
 
     Raises:
         HubError: There is no token or no access, the Hub failed, or the repository is not `private` as given.
     """
-    with _hub_errors(f"push_to_hub({repo_id!r})", "nothing of it is visible there; push again to resume"):
+    with _hub_errors(f"push_to_hub({repo_id!r})", "the Hub shows all of it or nothing; push again to resume"):
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
         token = token.strip() if token else get_token()
