@@ -23,6 +23,7 @@ from drivetrain.accelerator.loss_watch import LossWatch
 from drivetrain.accelerator.ranks import Ranks
 from drivetrain.accelerator.results import Results
 from drivetrain.accelerator.training import Training
+from drivetrain.hub.hub import Hub
 from drivetrain.parts.parts import Parts, needs_run
 from drivetrain.parts.sections import read_layers, sections_in_code
 from drivetrain.prepare.prepare import prepare_objects
@@ -44,7 +45,7 @@ if TYPE_CHECKING:  # imported where a run trains replicas apart
     from drivetrain_backends.weight_average import WeightAverage
 
 
-class Accelerator(Ranks, Training, Saving, Results):
+class Accelerator(Ranks, Training, Saving, Hub, Results):
     """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
     Every argument is optional; a value not given here comes from the command line, the environment, a file or the

@@ -8,9 +8,9 @@ from drivetrain_lint.reading.script import Script
 
 # Methods of drivetrain's and Accelerate's Accelerator. `init_trackers`, `log` and `print` may run on one rank.
 ACCELERATOR_METHODS = word_set(
-    "backward broadcast check_trigger clip_grad_norm_ clip_grad_value_ end_training gather gather_for_metrics "
-    "gathered get_state_dict load_model load_state pad_across_processes prepare reduce save_if_due save_model "
-    "save_state wait_for_everyone wait_for_save"
+    "backward broadcast check_trigger clip_grad_norm_ clip_grad_value_ end_training from_hub gather "
+    "gather_for_metrics gathered get_state_dict load_model load_state pad_across_processes prepare push_to_hub "
+    "reduce save_if_due save_model save_state wait_for_everyone wait_for_save"
 )
 _TORCH = word_set(
     "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
