@@ -1,6 +1,8 @@
-"""The time that an average of the weights adds to a step: ours, torch's, and that of a library of Accelerate's users.
+"""The time that an average of the weights adds to a step: ours, torch's, Lightning's, and one for Accelerate's users.
 
-    uv run --group bench python benchmarks/ema.py
+    uv run --group bench --with pytorch-lightning,pytorch-accelerated python benchmarks/ema.py
+
+Composer's wants another torch. Lightning's callback is called as its Trainer calls it after a batch.
 
 The model is a GPT-2 of 12 blocks of width 256, of 22 million parameters in 148 tensors, without its forward and
 backward: contestants update their averages after a step of plain SGD, which all of them take.
@@ -20,6 +22,7 @@ from drivetrain import Accelerator
 
 DECAY, STEPS = 0.999, 20
 NONE, OURS, TORCHS = "no average", "drivetrain, accelerator.ema", "torch, AveragedModel by foreach"
+LIGHTNINGS = "Lightning, EMAWeightAveraging"
 OTHER = "pytorch-accelerated, ModelEma"
 
 
@@ -68,6 +71,29 @@ def contestants() -> dict[str, Callable[[], float]]:
 
         return ModelEma(model, decay=DECAY).update
 
+    def lightnings(model: Any) -> Callable[[Any], None]:
+        from pytorch_lightning import LightningModule, Trainer
+        from pytorch_lightning.callbacks import EMAWeightAveraging
+
+        class Counting(Trainer):
+            num_steps = 0
+
+            @property
+            def global_step(self) -> int:
+                return self.num_steps
+
+        module: Any = LightningModule()
+        module.model = model
+        trainer = Counting(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+        callback = EMAWeightAveraging(decay=DECAY)
+        callback.setup(trainer, module, "fit")
+
+        def update(_: Any) -> None:
+            trainer.num_steps += 1
+            callback.on_train_batch_end(trainer, module, None, None, trainer.num_steps - 1)
+
+        return update
+
     accelerator = Accelerator(cpu=True, backend="single", sections={"run": {"show_plan": False}})
     model = model_of()
     optimizer = SGD(model.parameters(), lr=1e-3)
@@ -79,6 +105,8 @@ def contestants() -> dict[str, Callable[[], float]]:
         ema.update()
 
     found[NONE], found[OURS], found[TORCHS] = timed(by_hand()), timed(ours), timed(by_hand(torchs))
+    if installed("pytorch-lightning"):
+        found[LIGHTNINGS] = timed(by_hand(lightnings))
     if installed("pytorch-accelerated"):
         found[OTHER] = timed(by_hand(other))
     return found

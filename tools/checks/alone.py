@@ -19,7 +19,7 @@ from checks.findings import Finding
 from checks.workspace import Package, read_packages, siblings
 
 # How many packages `drawn` tries: all of them together take as long as the whole suite.
-_NUM_DRAWN = 6
+_NUM_DRAWN = 4
 
 # What a package's README shows it used with, beside what it declares.
 _SHOWN_WITH = {"data": ("lightning-fabric",)}
