@@ -156,7 +156,7 @@ def _judge_own_name(report: CheckReport, measured: AddressMeasurement, checked: 
                 repair=repair,
             )
     elif _are_foreign(found, measured):
-        what = f"{name} resolves to {', '.join(found)}, an address that none of its interfaces has"
+        what = f"{name} resolves to {', '.join(found)}, which none of its interfaces has"
         judge(what, why="gloo cannot listen there and falls back to the loopback address", repair=repair)
 
 
@@ -189,7 +189,7 @@ def _judge_master(report: CheckReport, measured: AddressMeasurement, checked: Ch
         )
     if checked.node_rank == 0 and _are_foreign(found, measured):
         report.warning(
-            f"{name} resolves to {', '.join(found)}, and this host, rank 0, does not have that address",
+            f"{name} resolves to {', '.join(found)}, which this host, rank 0, does not have",
             why="the other hosts connect there; that is right only behind a service or an address translation (NAT)",
             repair=f"give --master-addr {measured.outgoing_address or 'ADDRESS'} on every host, or this host another "
             "rank",

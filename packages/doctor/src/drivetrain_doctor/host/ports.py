@@ -92,7 +92,7 @@ def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckReport:
                 port=port,
             )
         return report
-    end, what = "", f"this host cannot listen on port {port} ({measured.bind_error})"
+    end, what = "", f"port {port} does not open on this host ({measured.bind_error})"
     if measured.bind_error == "EADDRINUSE":
         holder = measured.holder or "a process that this user may not see"
         end, what = "end that process, or ", f"port {port} is in use, held by {holder}"

@@ -42,6 +42,7 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
     """Judge the cores for a run."""
     report = CheckReport(f"{measured.effective:g} of {measured.cores} cores usable")
     ranks, quota = checked.processes_per_node, measured.quota
+    cores = "1 core" if measured.effective == 1 else f"{measured.effective:g} cores"
     wanted = ranks * (1 + checked.num_workers)
     more = "use a machine with more cores"
     if quota is not None and quota < measured.usable:
@@ -50,7 +51,7 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
         more = "request more (sbatch --cpus-per-task, docker run --cpuset-cpus, taskset)"
     if ranks > measured.effective:
         report.warning(
-            f"{ranks} ranks share {measured.effective:g} cores",
+            f"{ranks} ranks share {cores}",
             why="ranks that share a core take turns, and each collective waits for all ranks",
             repair=f"{more}, or launch with --num-processes {max(1, int(measured.effective)) * checked.num_nodes}",
             cores=measured.effective,
@@ -58,7 +59,7 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
     elif wanted > 2 * measured.effective:
         fits = max(0, int(2 * measured.effective / ranks) - 1)
         report.warning(
-            f"{wanted} processes (ranks and DataLoader workers) share {measured.effective:g} cores",
+            f"{wanted} processes (ranks and DataLoader workers) share {cores}",
             why="workers slow the ranks and each other",
             repair=f"set num_workers={fits} in the DataLoader, or {more}",
             cores=measured.effective,

@@ -14,7 +14,9 @@ _PREFETCH = 2
 _NCCL_BYTES_PER_RANK = 32 << 20
 # Docker's default is 64 MiB, on which images of a usual batch already fail.
 _USUAL_BYTES = 1 << 30
-_REPAIR = "docker run --shm-size={size} (or --ipc=host); Kubernetes: an emptyDir of medium Memory at /dev/shm; as root"
+_REPAIR = (
+    "docker run --shm-size={size} (or --ipc=host); Kubernetes: an emptyDir in memory at /dev/shm; as root"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

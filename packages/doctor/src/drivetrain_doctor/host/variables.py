@@ -72,7 +72,7 @@ def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> Check
     is_named = any(part and f".{master}".endswith(f".{part}") for part in excluded)
     if checked.num_nodes > 1 and proxies and not (is_named or no_proxy == "*" or "" in excluded[1:]):
         report.warning(
-            f"a proxy is set ({', '.join(proxies)}), and no_proxy does not name {master}",
+            f"{', '.join(proxies)} set, but no_proxy does not name {master}",
             why="torch's store uses no proxy, but programs that speak HTTP or gRPC between hosts do (Ray, etcd, a "
             "tracking server), and the proxy cannot reach these hosts",
             repair=f"export no_proxy={','.join(filter(None, [*excluded, master, 'localhost']))} on every host",

@@ -275,7 +275,7 @@ def judge_folder(
     if blind:
         who = ", ".join(labels[rank] for rank in blind[:_SHOWN])
         report.warning(
-            f"{who} and host 0 do not see the same folder as {checked.folder}",
+            f"the folder {checked.folder} of host 0 does not exist on {who}",
             why="all hosts write a sharded checkpoint into one folder; without it, saving fails, or each host keeps "
             "its part",
             repair="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "
