@@ -33,7 +33,7 @@ def test_a_host_with_faults_names_each_with_its_repair_and_exits_with_1(
         "repair: export GLOO_SOCKET_IFNAME=INTERFACE",
         f"error: port {port} is in use",
         "and this run needs",
-        "skipped  gloo between ranks  a single rank has no peer",
+        "skipped  gloo between ranks  needs two ranks",
         "a run will break",
     ):
         assert text in done.stdout

@@ -250,8 +250,8 @@ def test_a_small_shared_memory_and_a_full_folder_of_this_host(tmp_path: Path) ->
         "/dev/shm has 67.11 MB free of 67.11 MB, and this run needs 180.00 MB"
     ]
     assert whats(found["checkpoint disk"]) == [
-        f"nothing can be written into {folder} (tmpfs): the file system is full"
+        f"writing into {folder} (tmpfs) fails: the file system is full"
     ]
-    assert whats(found["limits"]) == ["128 open files (ulimit -n)"]
+    assert whats(found["limits"]) == ["a process may open 128 files (ulimit -n)"]
     assert {found[name]["state"] for name in ("shared memory", "checkpoint disk", "limits")} == {"error"}
     assert done.returncode == 1
