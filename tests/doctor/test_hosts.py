@@ -252,6 +252,6 @@ def test_a_small_shared_memory_and_a_full_folder_of_this_host(tmp_path: Path) ->
     assert whats(found["checkpoint disk"]) == [
         f"writing into {folder} (tmpfs) fails: the file system is full"
     ]
-    assert whats(found["limits"]) == ["a process may open 128 files (ulimit -n)"]
+    assert whats(found["limits"]) == ["at most 128 open files (ulimit -n)"]
     assert {found[name]["state"] for name in ("shared memory", "checkpoint disk", "limits")} == {"error"}
     assert done.returncode == 1

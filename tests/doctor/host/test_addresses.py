@@ -38,7 +38,9 @@ def test_debians_own_name_breaks_several_hosts_and_not_one() -> None:
     measured = replace(HEALTHY, host_addresses=("127.0.1.1",))
     (finding,) = judge_addresses(measured, TWO).findings
     assert finding.severity == "error"
-    assert finding.what.endswith("node1, resolves to 127.0.1.1, by /etc/hosts (as Debian's installer writes it)")
+    assert finding.what.endswith(
+        "node1, resolves to 127.0.1.1, by /etc/hosts (as Debian's installer writes it)"
+    )
     assert "export GLOO_SOCKET_IFNAME=eth0 on this host" in finding.repair
     assert "'10.0.0.2 node1' into its /etc/hosts" in finding.repair
     assert whats(measured, CheckedRun()) == []

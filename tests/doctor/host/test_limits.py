@@ -33,12 +33,12 @@ def test_low_limits_of_this_process_are_found() -> None:
     done = subprocess.run(
         ["sh", "-c", shell, JUDGE_HERE], capture_output=True, text=True, timeout=60, check=True
     )
-    assert "error a process may open 200 files (ulimit -n) | as root write '* - nofile 65536'" in done.stdout
+    assert "error at most 200 open files (ulimit -n) | as root write '* - nofile 65536'" in done.stdout
 
 
 def test_files_are_an_error_below_what_the_store_needs_and_a_warning_below_what_workers_do() -> None:
     tight = replace(WIDE, open_files=1024, most_open_files=524288)
-    assert whats(tight) == [("warning", "a process may open 1,024 files (ulimit -n)")]
+    assert whats(tight) == [("warning", "at most 1,024 open files (ulimit -n)")]
     assert judge_limits(tight, EIGHT).findings[0].repair == "ulimit -n 65536"
     assert whats(tight, replace(EIGHT, num_workers=0)) == []
     thousand = replace(EIGHT, num_nodes=128)

@@ -94,7 +94,5 @@ def test_another_program_on_the_port(checked: CheckedRun) -> None:
 
 
 def test_a_leader_that_falls_silent_is_named(leader: HostMeeting, follower: HostMeeting) -> None:
-    with pytest.raises(
-        MeetingError, match="host 0 did not answer rank 1 in the step 'roster'"
-    ):
+    with pytest.raises(MeetingError, match="host 0 did not answer rank 1 in the step 'roster'"):
         follower.hear("roster", seconds=-14.9)  # a tenth of a second with the grace

@@ -80,11 +80,7 @@ def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckReport
     group, limit, most = measured.group, measured.open_files, measured.most_open_files
     parts = [f"{'unlimited' if limit is None else f'up to {limit:,}'} open files"]
     parts += [] if group.pids is None else [f"{group.pids:,} processes and threads in the control group"]
-    parts += (
-        []
-        if group.memory_bytes is None
-        else [f"{format_size(group.memory_bytes)} of memory in the control group"]
-    )
+    parts += [] if group.memory_bytes is None else [f"{format_size(group.memory_bytes)} in the control group"]
     report = CheckReport(", ".join(parts))
     connections = _CONNECTIONS_PER_RANK * checked.world_size if checked.hosts_store else checked.world_size
     needed = _FILES_OF_A_RANK + connections
@@ -100,13 +96,7 @@ def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckReport
             judge = report.warning
             why = "DataLoader workers open a file for each tensor that they hand over: 'Too many open files' "
             why += "after a while"
-        judge(
-            f"a process may open {limit:,} files (ulimit -n)",
-            why=why,
-            repair=repair,
-            limit=limit,
-            needed=wanted,
-        )
+        judge(f"at most {limit:,} open files (ulimit -n)", why=why, repair=repair, limit=limit, needed=wanted)
     _judge_processes_and_memory(report, measured, checked)
     return report
 

@@ -15,11 +15,7 @@ _HARMFUL = (
     ("NCCL_P2P_DISABLE", "1", "GPUs of one host exchange gradients through the host's memory"),
     ("NCCL_SHM_DISABLE", "1", "GPUs without peer-to-peer exchange gradients through the network stack"),
     ("NCCL_IB_DISABLE", "1", "hosts exchange gradients over TCP, also where they have InfiniBand"),
-    (
-        "TORCH_DISTRIBUTED_DEBUG",
-        "DETAIL",
-        "before each collective, torch compares it between all ranks, which is slow",
-    ),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "torch first compares each collective between all ranks"),
     ("TORCH_NCCL_BLOCKING_WAIT", "1", "the host waits for every collective"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "a rank whose peer died waits for ever"),
 )

@@ -65,9 +65,7 @@ def meet(
             limit = checked.wait_seconds + _MEETING_SECONDS
             return within(limit, lambda: host.take_part(own), name="doctor-meeting")
         except TimeoutError:
-            failure = (
-                "the checks between hosts did not end: host 0 is frozen, or this host has lost its connection"
-            )
+            failure = "the checks between hosts did not end: host 0 is frozen, or cut off"
         except MeetingError as error:
             failure = str(error)
     report = CheckReport("this host did not join", name="rendezvous")

@@ -16,6 +16,9 @@ from drivetrain_messages import argument, format_table
 
 TOPIC = "Set up"  # in `drivetrain --help`
 
+_LIBRARIES = ("deepspeed", "transformers")
+_SHOWN = ("drivetrain", *_LIBRARIES)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvArguments:
@@ -58,18 +61,14 @@ def _versions() -> dict[str, str]:
 
     import torch
 
-    installed = {
-        name: each.version
-        for each in distributions()
-        if (name := each.name) in ("deepspeed", "transformers") or name.partition("-")[0] == "drivetrain"
-    }
+    installed = {each.name: each.version for each in distributions() if each.name.partition("-")[0] in _SHOWN}
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     has_nccl = torch.distributed.is_nccl_available()
     return {
         "torch": torch.__version__,
         "torch built for": next((f"{kind} {text}" for kind, text in kinds.items() if text), "the CPU alone"),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not in this build of torch",
-        **dict.fromkeys(("deepspeed", "transformers"), "not installed"),
+        **dict.fromkeys(_LIBRARIES, "not installed"),
         **dict(sorted(installed.items())),
     }
 
@@ -81,12 +80,8 @@ def _text(report: dict[str, Any]) -> str:
     if len(set(own.values())) == 1:
         versions = {name: version for name, version in versions.items() if name not in own}
         versions["drivetrain"] = f"{next(iter(own.values()))}, all {len(own)} packages"
-    lines = [
-        format_table(list(versions.items())),
-        "",
-        "devices",
-        *(f"  {line}" for line in report["devices"]),
-    ]
+    lines = [format_table(list(versions.items())), "", "devices"]
+    lines += [f"  {line}" for line in report["devices"]]
     lines += ["", "settings files, of which the first is used"]
     lines += [f"  {path}: {state}" for path, state in report["settings_files"].items()]
     chosen: list[tuple[str, str, str]] = []
@@ -100,12 +95,9 @@ def _text(report: dict[str, Any]) -> str:
             else:
                 chosen.append((f"{section}.{name}", value, source))
         defaults += ["", section, format_table(rows, indent="  ")] if rows else []
-    lines += [
-        "",
-        "settings that are not the default",
-        format_table(chosen, indent="  ") if chosen else "  none",
-    ]
-    return "\n".join([*lines, "", "settings that are the default, by section", *defaults])
+    table = format_table(chosen, indent="  ") if chosen else "  none"
+    lines += ["", "settings that are not the default", table, "", "settings that are the default, by section"]
+    return "\n".join([*lines, *defaults])
 
 
 def _settings_files(layers: Layers) -> dict[str, str]:
