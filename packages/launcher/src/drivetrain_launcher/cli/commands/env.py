@@ -59,7 +59,7 @@ def _versions() -> dict[str, str]:
     """Return the versions of torch, of what it was built with, and of the packages that matter to a run, by name."""
     from importlib.metadata import distributions
 
-    import torch
+    import torch.cuda.nccl
 
     installed = {each.name: each.version for each in distributions() if each.name.partition("-")[0] in _SHOWN}
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
