@@ -5,7 +5,6 @@
 It writes docs/images/memory_page.png. It needs Chromium (`apt-get install chromium`).
 """
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from browser import open_browser
 from drivetrain_memory import MemoryTracker, read_summaries, record_activations, write_page
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "memory_page.png"
 NUM_RANKS, NUM_STEPS = 2, 30
-_SIZE = "1000,1480"
 
 
 def track(folder: Path, rank: int) -> None:
@@ -52,27 +51,18 @@ def track(folder: Path, rank: int) -> None:
         tracker.record_breakdown(model, optimizer, activations=recorder.memory())
 
 
-def screenshot(page: Path, picture: Path, browser: str) -> None:
-    """Open a page in a browser without a window and save what it shows."""
-    with tempfile.TemporaryDirectory() as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        options += [f"--user-data-dir={profile}", f"--window-size={_SIZE}", f"--screenshot={picture}"]
-        subprocess.run([browser, *options, page.as_uri()], check=True, capture_output=True, timeout=120)
-
-
 def main() -> None:
     """Run the ranks one after the other, each in a process of its own, and draw their page."""
     if len(sys.argv) == 3:
         track(Path(sys.argv[1]), int(sys.argv[2]))
         return
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        raise SystemExit("no Chromium here: apt-get install chromium")
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(NUM_RANKS):
             subprocess.run([sys.executable, __file__, folder, str(rank)], check=True)
         page = write_page(Path(folder) / "memory.html", read_summaries(folder), title="Memory of a run")
-        screenshot(page, PICTURE, browser)
+        with open_browser(Path(folder)) as browser:
+            browser.open(page.as_uri(), width=1000, height=1920)
+            browser.screenshot(PICTURE)
     sys.stdout.write(f"{PICTURE}\n")
 
 

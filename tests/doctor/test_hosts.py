@@ -58,15 +58,15 @@ def test_two_doctors_on_one_machine_meet_and_check_together(python: str, tmp_pat
         [],
         ["gloo between hosts"],
     )
-    assert together["rendezvous"]["summary"] == f"2 of 2 hosts at 127.0.0.1:{port}"
-    assert together["gloo between hosts"]["summary"].startswith("gloo: 1 pair, ")
+    assert together["rendezvous"]["summary"] == f"2 of 2 hosts joined at 127.0.0.1:{port}"
+    assert together["gloo between hosts"]["summary"].startswith("1 pair: ")
     assert [host["host"].split()[1] for host in whole["hosts"]] == ["0", "1"]
     # Host 1 is told that the loopback address is itself, and both say that the run would break.
     assert (len(own["hosts"]), own["together"]) == (1, [])
     assert [process.returncode for process in running] == [1, 1]
     findings = [found for host in whole["hosts"] for check in host["checks"] for found in check["findings"]]
     errors = [found["what"] for found in findings if found["severity"] == "error"]
-    assert errors[-1] == "--master-addr 127.0.0.1 is 127.0.0.1, which is this host itself"
+    assert errors[-1] == "--master-addr 127.0.0.1 resolves to 127.0.0.1, which is this host itself"
 
 
 def has_namespaces() -> bool:
@@ -157,7 +157,7 @@ def test_a_host_behind_a_slow_link_is_named(hosts: list[str], start: Start) -> N
     named = [what for what in whats(together["gloo between hosts"]) if "is slow: " in what]
     assert len(named) == 1, together["gloo between hosts"]
     assert named[0].startswith("host 2 (node2, 10.177.0.3) is slow: ")
-    assert together["ways between hosts"]["summary"] == "6 of 6 ways between hosts are open"
+    assert together["connections between hosts"]["summary"] == "6 of 6 connections between hosts work"
     assert running[0].returncode == 0, whole
 
 
@@ -178,9 +178,9 @@ def test_a_frozen_host_is_named_and_the_others_go_on(start: Start, tmp_path: Pat
     os.killpg(others[1].pid, signal.SIGSTOP)
     whole = json.loads(leader.communicate(timeout=400)[0])
     together = checks(whole)
-    silent = whats(together["ways between hosts"])
-    assert silent == ["host 2 (node2, 10.177.0.3) joined, and then did not answer any more"]
-    assert together["gloo between hosts"]["summary"].startswith("gloo: 1 pair, ")
+    silent = whats(together["connections between hosts"])
+    assert silent == ["host 2 (node2, 10.177.0.3) joined, and then stopped answering"]
+    assert together["gloo between hosts"]["summary"].startswith("1 pair: ")
     assert leader.returncode == 1
 
 
@@ -190,7 +190,7 @@ def test_a_frozen_host_is_named_and_the_others_go_on(start: Start, tmp_path: Pat
 def test_a_host_that_never_comes_is_named_after_the_time_that_it_had(start: Start) -> None:
     leader = start(0, "--num-nodes", "2", "--wait-seconds", "2")
     output = leader.communicate(timeout=400)[0]
-    assert "error: host 1 did not come within 2 s" in output
+    assert "error: host 1 did not join within 2 s" in output
     assert leader.returncode == 1
 
 
@@ -201,7 +201,7 @@ def test_debians_own_name_is_told_and_gloo_fails_as_a_run_would(start: Start) ->
     leader, _ = (start(rank, "--num-nodes", "2", "--json", own_address="127.0.1.1") for rank in (0, 1))
     whole = json.loads(leader.communicate(timeout=500)[0])
     (told,) = [c for c in whole["hosts"][1]["checks"] if c["name"] == "addresses"]
-    assert "this host's own name, node1, is 127.0.1.1 in /etc/hosts" in whats(told)[0]
+    assert "this host's own name, node1, resolves to 127.0.1.1, by /etc/hosts" in whats(told)[0]
     assert "export GLOO_SOCKET_IFNAME=eth0" in told["findings"][0]["repair"]
     assert checks(whole)["gloo between hosts"]["state"] == "error"
     assert leader.returncode == 1
@@ -216,9 +216,9 @@ def test_hosts_without_a_way_to_each_other_are_named_and_gloo_is_not_tried(
     ip(f"-n {hosts[1]} route add prohibit 10.177.0.3/32")
     running = [start(rank, "--num-nodes", "3", "--json") for rank in range(3)]
     together = checks(json.loads(running[0].communicate(timeout=500)[0]))
-    told = whats(together["ways between hosts"])
+    told = whats(together["connections between hosts"])
     assert [what.partition(" (n")[0] for what in told] == ["host 1", "host 2"]
-    assert "does not reach host 2 (node2, 10.177.0.3)" in told[0]
+    assert "cannot connect to host 2 (node2, 10.177.0.3)" in told[0]
     assert together["gloo between hosts"]["state"] == "skipped"
     assert [process.wait(100) for process in running] == [1, 1, 1]
 
@@ -247,11 +247,11 @@ def test_a_small_shared_memory_and_a_full_folder_of_this_host(tmp_path: Path) ->
     )
     found = {check["name"]: check for check in json.loads(done.stdout)["hosts"][0]["checks"]}
     assert whats(found["shared memory"]) == [
-        "/dev/shm has 67.11 MB free of 67.11 MB, and this run fills 180.00 MB"
+        "/dev/shm has 67.11 MB free of 67.11 MB, and this run needs 180.00 MB"
     ]
     assert whats(found["checkpoint disk"]) == [
-        f"nothing can be written into {folder} (tmpfs): the file system is full"
+        f"writing into {folder} (tmpfs) fails: the file system is full"
     ]
-    assert whats(found["limits"]) == ["128 open files (ulimit -n)"]
+    assert whats(found["limits"]) == ["at most 128 open files (ulimit -n)"]
     assert {found[name]["state"] for name in ("shared memory", "checkpoint disk", "limits")} == {"error"}
     assert done.returncode == 1

@@ -31,14 +31,16 @@ def whats(measured: AddressMeasurement, checked: CheckedRun = TWO) -> list[tuple
 def test_healthy_names_have_no_finding() -> None:
     report = judge_addresses(HEALTHY, TWO)
     assert report.findings == []
-    assert report.summary == "node1 is 10.0.0.2; node0 is 10.0.0.1"
+    assert report.summary == "node1 resolves to 10.0.0.2; node0 resolves to 10.0.0.1"
 
 
 def test_debians_own_name_breaks_several_hosts_and_not_one() -> None:
     measured = replace(HEALTHY, host_addresses=("127.0.1.1",))
     (finding,) = judge_addresses(measured, TWO).findings
     assert finding.severity == "error"
-    assert finding.what.endswith("node1, is 127.0.1.1 in /etc/hosts (as Debian's installer writes it)")
+    assert finding.what.endswith(
+        "node1, resolves to 127.0.1.1, by /etc/hosts (as Debian's installer writes it)"
+    )
     assert "export GLOO_SOCKET_IFNAME=eth0 on this host" in finding.repair
     assert "'10.0.0.2 node1' into its /etc/hosts" in finding.repair
     assert whats(measured, CheckedRun()) == []
@@ -47,7 +49,7 @@ def test_debians_own_name_breaks_several_hosts_and_not_one() -> None:
 
 
 ETH0_WITH_LINK_LOCAL = {"eth0": ("10.0.0.2", "fe80::1")}
-NO_IPV6 = "--master-addr node0 has only an IPv6 address (fd00::1), and this host only IPv4 (10.0.0.2)"
+NO_IPV6 = "--master-addr node0 has only an IPv6 address (fd00::1), and this host has only IPv4 (10.0.0.2)"
 
 
 @pytest.mark.parametrize(
@@ -57,15 +59,15 @@ NO_IPV6 = "--master-addr node0 has only an IPv6 address (fd00::1), and this host
         ({"host_addresses": ()}, CheckedRun(), ("warning", "this host's own name, node1, does not resolve")),
         (
             {"host_addresses": ("10.9.9.9",)}, TWO,
-            ("error", "this host's own name, node1, is 10.9.9.9, which is no address of its interfaces"),
+            ("error", "this host's own name, node1, resolves to 10.9.9.9, which none of its interfaces has"),
         ),
         (
             {"master_addresses": ("127.0.0.1", "::1")}, TWO,
-            ("error", "--master-addr node0 is 127.0.0.1, ::1, which is this host itself"),
+            ("error", "--master-addr node0 resolves to 127.0.0.1, ::1, which is this host itself"),
         ),
         (
             {}, replace(TWO, node_rank=0),
-            ("warning", "--master-addr node0 is 10.0.0.1, none of which is an address of this host, rank 0"),
+            ("warning", "--master-addr node0 resolves to 10.0.0.1, which this host, rank 0, does not have"),
         ),
         ({"master_addresses": ("fd00::1",)}, TWO, ("error", NO_IPV6)),
         ({"master_addresses": ("fd00::1",), "own_addresses": ETH0_WITH_LINK_LOCAL}, TWO, ("error", NO_IPV6)),
@@ -85,7 +87,7 @@ def test_slow_name_servers_are_told_with_the_time() -> None:
     (finding,) = judge_addresses(replace(HEALTHY, lookup_seconds=10.2), TWO).findings
     assert finding.what == "looking up the hosts' names took 10.2 s"
     (finding,) = judge_addresses(replace(HEALTHY, reverse_seconds=3.0), TWO).findings
-    assert finding.what.startswith("looking up the name of this host's own address took 3.0 s or more")
+    assert finding.what.startswith("reverse lookups of this host's address took 3.0 s or more")
     assert "/etc/hosts" in finding.repair
 
 

@@ -12,7 +12,7 @@ TWO = CheckedRun(num_nodes=2, node_rank=0)
 
 def test_a_fast_shared_folder_has_no_finding() -> None:
     report = judge_disk(GOOD, TWO)
-    assert (report.findings, report.summary) == ([], "nfs4, 1.00 GB/s, 1.10 TB free in /data")
+    assert (report.findings, report.summary) == ([], "nfs4, writes 1.00 GB/s, 1.10 TB free in /data")
 
 
 def test_a_folder_of_this_machine_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
@@ -47,20 +47,20 @@ def test_the_type_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
     [
         (
             {"bytes_per_second": None, "refusal": "Permission denied"},
-            ("error", "nothing can be written into /data (nfs4): Permission denied"),
-            "the first checkpoint fails",
+            ("error", "writing into /data (nfs4) fails: Permission denied"),
+            "the run fails at its first checkpoint",
         ),
         (
-            {"free_bytes": 1_600_000_000}, ("warning", "1.60 GB free in /data"),
-            "one of 100 million parameters fills it",
+            {"free_bytes": 1_600_000_000}, ("warning", "only 1.60 GB free in /data"),
+            "that of 100 million parameters fills it",
         ),
         (
-            {"bytes_per_second": 10e6}, ("warning", "/data takes 10.00 MB/s, written to the disk"), "take 27 min",
+            {"bytes_per_second": 10e6}, ("warning", "writing into /data reaches only 10.00 MB/s"), "take 27 min",
         ),
-        ({"free_files": 3}, ("warning", "3 more files fit into /data (df -i)"), ""),
-        ({"kind": "tmpfs"}, ("warning", "/data is in memory (tmpfs)"), ""),
-        ({"kind": "overlay"}, ("warning", "/data is the container's own layer (overlay)"), ""),
-        ({"kind": "ext4"}, ("warning", "/data is on this host's own disk (ext4), by its type"), ""),
+        ({"free_files": 3}, ("warning", "/data has room for only 3 more files (df -i)"), ""),
+        ({"kind": "tmpfs"}, ("warning", "/data lies in memory (tmpfs)"), ""),
+        ({"kind": "overlay"}, ("warning", "/data lies in the container's own layer (overlay)"), ""),
+        ({"kind": "ext4"}, ("warning", "/data seems to lie on this host's own disk (ext4)"), ""),
     ],
 )  # fmt: skip
 def test_a_folder_that_is_slow_or_loses_hides_or_refuses_checkpoints(

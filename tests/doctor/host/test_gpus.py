@@ -87,13 +87,13 @@ REFUSAL = "CUDA initialization: no CUDA-capable device"
     [
         (
             {"driver_cuda": "12.4"},
-            [("warning", "torch's CUDA is 12.8; the driver 570.86.15 runs up to 12.4")],
+            [("warning", "torch is built for CUDA 12.8, and driver 570.86.15 runs CUDA up to 12.4")],
         ),
         ({"driver_cuda": "13.0"}, []),
         ({"torch_cuda": "13.0"}, []),  # torch itself says that the driver is too old
         (
             {"library_driver": "575.51.03"},
-            [("error", "the driver in the kernel is 570.86.15, its library is 575.51.03")],
+            [("error", "the driver in the kernel has version 570.86.15, its library version 575.51.03")],
         ),
         (
             {"names": (), "memory_taken": (), "refusal": REFUSAL},
@@ -132,7 +132,7 @@ def test_peer_to_peer_that_is_missing_or_changes_data(
 
 def test_peer_to_peer_needs_two_gpus() -> None:
     assert judge_peers(HEALTHY).findings == []
-    skipped = CheckReport("peer-to-peer needs two GPUs, and there are 0", is_skipped=True)
+    skipped = CheckReport("needs two GPUs, and there are 0", is_skipped=True)
     assert judge_peers(GpuMeasurement()) == skipped
 
 

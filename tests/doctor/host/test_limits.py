@@ -33,12 +33,12 @@ def test_low_limits_of_this_process_are_found() -> None:
     done = subprocess.run(
         ["sh", "-c", shell, JUDGE_HERE], capture_output=True, text=True, timeout=60, check=True
     )
-    assert "error 200 open files (ulimit -n) | as root '* - nofile 65536'" in done.stdout
+    assert "error at most 200 open files (ulimit -n) | as root write '* - nofile 65536'" in done.stdout
 
 
 def test_files_are_an_error_below_what_the_store_needs_and_a_warning_below_what_workers_do() -> None:
     tight = replace(WIDE, open_files=1024, most_open_files=524288)
-    assert whats(tight) == [("warning", "1,024 open files (ulimit -n)")]
+    assert whats(tight) == [("warning", "at most 1,024 open files (ulimit -n)")]
     assert judge_limits(tight, EIGHT).findings[0].repair == "ulimit -n 65536"
     assert whats(tight, replace(EIGHT, num_workers=0)) == []
     thousand = replace(EIGHT, num_nodes=128)
@@ -61,13 +61,13 @@ FULL_GROUP = GroupLimits(memory_bytes=8 << 30, used_bytes=7 << 30)
     ("limits", "spared", "severity", "what"),
     [
         ({"processes": 500, "running": 400}, {"is_root": True}, "error",
-         "500 processes and threads for this user (ulimit -u), of which 400 run"),
+         "at most 500 processes and threads for this user (ulimit -u), and 400 run already"),
         ({"group": TIGHT_GROUP}, {"group": GroupLimits()}, "error",
-         "100 processes and threads in this control group (pids.max), of which 20 run"),
+         "at most 100 processes and threads in this control group (pids.max), and 20 run already"),
         ({"group": FULL_GROUP}, {"group": GroupLimits()}, "warning",
-         "1.07 GB of the control group's 8.59 GB are free"),
+         "the control group has 1.07 GB free of 8.59 GB of memory"),
         ({"locked_bytes": 64 << 10, "has_infiniband": True}, {"has_infiniband": False}, "error",
-         "memory that may be locked: 65.54 kB (ulimit -l), with InfiniBand"),
+         "a process may lock 65.54 kB of memory (ulimit -l), and this host has InfiniBand"),
     ],
 )  # fmt: skip
 def test_a_limit_binds_unless_the_host_is_spared(
@@ -82,7 +82,7 @@ def test_virtual_memory_matters_with_cuda_alone() -> None:
     tight = replace(WIDE, address_bytes=16 << 30)
     assert whats(tight) == []
     assert whats(tight, replace(EIGHT, accelerator="cuda")) == [
-        ("error", "virtual memory of a process: 17.18 GB (ulimit -v)")
+        ("error", "a process may reserve 17.18 GB of virtual memory (ulimit -v)")
     ]
 
 

@@ -32,21 +32,21 @@ def test_a_free_port_is_free() -> None:
 
 def test_any_free_port_needs_no_check() -> None:
     report = judge_port(measure_port(CheckedRun()), CheckedRun())
-    assert (report.summary, report.findings) == ("any free port is taken", [])
+    assert (report.summary, report.findings) == ("the launcher picks a free port", [])
 
 
 def test_a_host_without_the_store_says_who_listens() -> None:
     report = judge_port(
         PortMeasurement(port=29500), CheckedRun(num_nodes=2, node_rank=1, master_addr="node0")
     )
-    assert report == CheckReport("the store listens on node0, not here", is_skipped=True)
+    assert report == CheckReport("only node0 listens on a port", is_skipped=True)
 
 
 @pytest.mark.parametrize(
     ("port", "bind_error", "what", "other"),
     [
         (29500, "EADDRINUSE", "is in use, held by a process that this user may not see", 29501),
-        (80, "EACCES", "cannot be listened on (EACCES)", 29500),
+        (80, "EACCES", "does not open on this host (EACCES)", 29500),
     ],
 )
 def test_a_port_of_another_user_or_of_root(port: int, bind_error: str, what: str, other: int) -> None:

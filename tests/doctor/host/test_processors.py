@@ -16,16 +16,16 @@ EIGHT = ProcessorMeasurement(cores=8, usable=8)
     ("changes", "checked", "whats"),
     [
         ({}, {}, []),
-        ({}, {"processes_per_node": 16}, ["16 ranks on 8 cores"]),
-        ({"usable": 1}, {}, ["2 ranks on 1 cores"]),
-        ({"quota": 1.5}, {}, ["2 ranks on 1.5 cores"]),
+        ({}, {"processes_per_node": 16}, ["16 ranks share 8 cores"]),
+        ({"usable": 1}, {}, ["2 ranks share 1 core"]),
+        ({"quota": 1.5}, {}, ["2 ranks share 1.5 cores"]),
         (
             {"usable": 2}, {"num_workers": 8},
-            ["18 processes (ranks and DataLoader workers) on 2 cores"],
+            ["18 processes (ranks and DataLoader workers) share 2 cores"],
         ),
         (
             {"quota": 4}, {"processes_per_node": 1},
-            ["the control group grants 4 cores' time, but 8 cores are visible"],
+            ["the control group allows the time of 4 cores, and torch sees 8 cores"],
         ),
         ({"quota": 4}, {"processes_per_node": 1, "environment": {"OMP_NUM_THREADS": "4"}}, []),
         ({"load": 13.0}, {}, ["the machine is busy: 13.0 threads want to run on 8 cores"]),
@@ -43,7 +43,7 @@ def test_workers_that_do_not_fit_are_told_how_many_do() -> None:
     run = CheckedRun(processes_per_node=2, num_workers=8)
     (finding,) = judge_processors(replace(EIGHT, usable=2), run).findings
     assert finding.repair.startswith(
-        "num_workers=1 in the DataLoader, or request more (sbatch --cpus-per-task"
+        "set num_workers=1 in the DataLoader, or request more (sbatch --cpus-per-task"
     )
 
 

@@ -30,11 +30,11 @@ def test_what_a_batch_needs_is_computed(changes: dict[str, object], needed: int)
 def test_dockers_64_megabytes_are_a_warning_without_a_batch_and_an_error_with_a_large_one() -> None:
     (finding,) = judge_shared_memory(DOCKER, ASKED).findings
     assert finding.severity == "warning"
-    assert finding.what == "/dev/shm has 67.11 MB free of 67.11 MB, as Docker gives it"
+    assert finding.what == "/dev/shm has 67.11 MB free of 67.11 MB, Docker's default"
     assert "docker run --shm-size=8g" in finding.repair
     (finding,) = judge_shared_memory(DOCKER, replace(ASKED, batch_bytes=10_000_000)).findings
     assert finding.severity == "error"
-    assert finding.what == "/dev/shm has 67.11 MB free of 67.11 MB, and this run fills 180.00 MB"
+    assert finding.what == "/dev/shm has 67.11 MB free of 67.11 MB, and this run needs 180.00 MB"
     assert "2 ranks x 4 workers x 2 prefetched batches" in finding.why
 
 
@@ -51,4 +51,4 @@ def test_no_workers_need_none() -> None:
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     (finding,) = judge_shared_memory(measure_shared_memory(tmp_path / "shm"), ASKED).findings
-    assert (finding.severity, "is not there" in finding.what) == ("error", True)
+    assert (finding.severity, "does not exist" in finding.what) == ("error", True)

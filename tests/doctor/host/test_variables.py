@@ -79,7 +79,7 @@ def test_visible_devices(value: str, found: tuple[str, str]) -> None:
 
 def test_a_proxy_between_hosts() -> None:
     proxy = {"http_proxy": "http://proxy:3128"}
-    assert whats(**proxy) == [("warning", "http_proxy set, and no_proxy does not name node0.cluster.local")]
+    assert whats(**proxy) == [("warning", "http_proxy set, but no_proxy does not name node0.cluster.local")]
     assert whats(**proxy, no_proxy="localhost,.cluster.local") == []
     assert whats(**proxy, NO_PROXY="*") == []
     assert whats(CheckedRun(), **proxy) == []

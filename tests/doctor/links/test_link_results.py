@@ -26,12 +26,12 @@ def result(**changed: PairResult) -> GroupResult:
 def test_equal_links_are_fine_and_their_range_is_shown() -> None:
     report = judge_hosts(result(), NAMES)
     assert report.findings == []
-    assert report.summary == "gloo: 6 pairs, 1.00 GB/s to 1.00 GB/s, 50 to 50 us"
+    assert report.summary == "6 pairs: 1.00 GB/s to 1.00 GB/s, latency 50 to 50 us"
 
 
 def test_a_link_that_is_slow_in_one_direction_is_named_with_both_rates() -> None:
     (finding,) = judge_hosts(result(p12=pair(1, 2, back=50e6)), NAMES).findings
-    assert finding.what == "the link host 1 (b) - host 2 (c) is slow: 50.00 MB/s, where 1.00 GB/s is usual"
+    assert finding.what == "the link host 1 (b) - host 2 (c) is slow: 50.00 MB/s; 1.00 GB/s is usual"
     assert finding.severity == "warning"
     assert "switch" in finding.repair
 
@@ -39,14 +39,14 @@ def test_a_link_that_is_slow_in_one_direction_is_named_with_both_rates() -> None
 def test_a_slow_host_is_named_with_its_rate() -> None:
     slow = {f"p{min(3, other)}{max(3, other)}": pair(other, 3, rate=1e8) for other in range(3)}
     (finding,) = judge_hosts(result(**slow), NAMES).findings
-    assert finding.what == "host 3 (d) is slow: 100.00 MB/s to others, where 1.00 GB/s is usual"
+    assert finding.what == "host 3 (d) is slow: 100.00 MB/s to the others; 1.00 GB/s is usual"
     assert "on host 3 (d): ethtool" in finding.repair
 
 
 def test_a_host_that_answers_late_is_named_but_noise_is_not() -> None:
     late = {f"p{other}3": pair(other, 3, late=20e-3) for other in range(3)}
     (finding,) = judge_hosts(result(**late), NAMES).findings
-    assert finding.what == "host 3 (d) answers late: 20,000 us, where 50 us is usual"
+    assert finding.what == "the latency of host 3 (d) is 20,000 us; 50 us is usual"
     assert judge_hosts(result(p01=pair(0, 1, late=300e-6)), NAMES).findings == []
 
 
@@ -62,7 +62,7 @@ def test_islands_are_named_with_the_rate_between_them() -> None:
 def test_two_hosts_have_one_link_which_is_judged_by_its_rate_alone() -> None:
     slow = GroupResult(backend="gloo", pairs=(pair(0, 1, rate=10e6),))
     (finding,) = judge_hosts(slow, NAMES[:2]).findings
-    assert finding.what == "hosts exchange 10.00 MB/s over gloo"
+    assert finding.what == "hosts exchange only 10.00 MB/s over gloo"
     assert "80.0 s" in finding.why
     assert judge_hosts(GroupResult(backend="gloo", pairs=(pair(0, 1),)), NAMES[:2]).findings == []
 

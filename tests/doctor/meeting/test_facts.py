@@ -13,7 +13,7 @@ def whats(*facts: dict[str, str]) -> list[tuple[str, str]]:
 def test_hosts_that_agree() -> None:
     report = judge_facts({0: SAME, 1: SAME}, NAMES)
     assert report.findings == []
-    assert report.summary == "2 hosts agree in 3 versions and variables (Python 3.11.7)"
+    assert report.summary == "2 hosts agree on 3 versions and variables (Python 3.11.7)"
 
 
 @pytest.mark.parametrize(
@@ -21,19 +21,19 @@ def test_hosts_that_agree() -> None:
     [
         (
             {"torch": "2.12.0"},
-            ("error", "torch differs: 2.12.0 on host 1 (b), where it is 2.13.0 on 2 hosts"),
+            ("error", "torch differs: 2.12.0 on host 1 (b); 2.13.0 on 2 hosts"),
         ),
         (
             {"python": "3.11.9"},
-            ("warning", "python differs: 3.11.9 on host 1 (b), where it is 3.11.7 on 2 hosts"),
+            ("warning", "python differs: 3.11.9 on host 1 (b); 3.11.7 on 2 hosts"),
         ),
         (
             {"python": "3.12.1"},
-            ("error", "python differs: 3.12.1 on host 1 (b), where it is 3.11.7 on 2 hosts"),
+            ("error", "python differs: 3.12.1 on host 1 (b); 3.11.7 on 2 hosts"),
         ),
         (
             {"NCCL_ALGO": "Tree"},
-            ("warning", "NCCL_ALGO differs: Tree on host 1 (b), where it is none on 2 hosts"),
+            ("warning", "NCCL_ALGO differs: Tree on host 1 (b); none on 2 hosts"),
         ),
     ],
 )
@@ -43,7 +43,7 @@ def test_the_host_that_differs_from_most_is_named(changes: dict[str, str], found
 
 def test_of_two_hosts_both_are_named() -> None:
     assert whats(SAME, {**SAME, "drivetrain-state": "0.2.0"}) == [
-        ("warning", "drivetrain-state differs: 0.2.0 on host 1 (b), where it is 0.1.0 on host 0 (a)")
+        ("warning", "drivetrain-state differs: 0.2.0 on host 1 (b); 0.1.0 on host 0 (a)")
     ]
 
 

@@ -24,13 +24,13 @@ ASKED = CheckedRun(num_nodes=4, node_rank=0, master_addr="node0", master_port=29
 
 def test_hosts_that_did_not_come_are_named_with_the_time() -> None:
     (finding,) = judge_roster(4, {0: "a", 2: "c"}, ASKED).findings
-    assert (finding.severity, finding.what) == ("error", "hosts 1, 3 did not come within 5 s")
+    assert (finding.severity, finding.what) == ("error", "hosts 1, 3 did not join within 5 s")
     assert "its own --node-rank" in finding.repair
 
 
 def test_all_hosts_came() -> None:
     report = judge_roster(2, {0: "a", 1: "b"}, ASKED)
-    assert (report.findings, report.summary) == ([], "2 of 2 hosts at node0:29500")
+    assert (report.findings, report.summary) == ([], "2 of 2 hosts joined at node0:29500")
 
 
 def test_many_hosts_are_cut_short() -> None:
@@ -46,7 +46,7 @@ def test_a_host_with_another_folder_is_named(tmp_path: Path) -> None:
     (finding,) = judge_folder({1: True, 2: False}, LABELS, asked, is_writable=True).findings
     assert (finding.severity, finding.what) == (
         "warning",
-        f"host 2: the folder {tmp_path} is not that of host 0",
+        f"the folder {tmp_path} of host 0 does not exist on host 2",
     )
     assert judge_folder({1: True, 2: True}, LABELS, asked, is_writable=True).findings == []
     skipped = judge_folder({}, LABELS, asked, is_writable=False)
@@ -79,7 +79,7 @@ def test_each_host_tells_the_pairs_whose_lower_rank_it_is() -> None:
 
 def test_a_host_that_told_nothing_failed() -> None:
     result = merge("gloo", {0: told(unfinished=((0, 1),))}, [0, 4])
-    assert result.failures == {1: "told nothing in time"}
+    assert result.failures == {1: "sent no results in time"}
     assert result.unfinished == ((0, 1),)
 
 

@@ -73,7 +73,7 @@ def test_nothing_that_listens(checked: CheckedRun) -> None:
     shown: list[str] = []
     alone = replace(checked, node_rank=1, wait_seconds=0.5)
     with pytest.raises(
-        MeetingError, match=r"not reached at 127.0.0.1:\d+ within 0.5 s: it is there, but nothing"
+        MeetingError, match=r"not reached at 127.0.0.1:\d+ within 0.5 s: the host answers, but nothing"
     ):
         join(alone, progress=shown.append)
     assert shown[0].startswith("waiting for host 0 at 127.0.0.1:")
@@ -81,7 +81,7 @@ def test_nothing_that_listens(checked: CheckedRun) -> None:
 
 def test_a_name_that_does_not_resolve(checked: CheckedRun) -> None:
     lost = replace(checked, node_rank=1, master_addr="no-such-host.invalid", wait_seconds=0.5)
-    with pytest.raises(MeetingError, match="its name does not resolve; say an address"):
+    with pytest.raises(MeetingError, match="its name does not resolve; give an address"):
         join(lost, progress=quiet)
 
 
@@ -94,7 +94,5 @@ def test_another_program_on_the_port(checked: CheckedRun) -> None:
 
 
 def test_a_leader_that_falls_silent_is_named(leader: HostMeeting, follower: HostMeeting) -> None:
-    with pytest.raises(
-        MeetingError, match="host 0 did not tell this host, rank 1, how it goes on after roster"
-    ):
+    with pytest.raises(MeetingError, match="host 0 did not answer rank 1 in the step 'roster'"):
         follower.hear("roster", seconds=-14.9)  # a tenth of a second with the grace

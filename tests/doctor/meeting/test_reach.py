@@ -21,12 +21,12 @@ def whats(found: dict, silent: tuple[int, ...] = ()) -> list[str]:  # type: igno
 
 def test_open_ways_have_no_finding() -> None:
     report = judge_reach(ways(), (), NAMES)
-    assert (report.findings, report.summary) == ([], "12 of 12 ways between hosts are open")
+    assert (report.findings, report.summary) == ([], "12 of 12 connections between hosts work")
 
 
 def test_a_firewall_in_front_of_one_host_is_one_finding() -> None:
     closed = ways(w02="no answer", w12="no answer", w32="no answer")
-    assert whats(closed) == ["no other host reaches host 2 on a port that its system chose (no answer)"]
+    assert whats(closed) == ["no other host can connect to host 2 on an ephemeral port (no answer)"]
     assert "on host 2, allow the other hosts" in judge_reach(closed, (), NAMES).findings[0].repair
 
 
@@ -34,9 +34,9 @@ def test_a_firewall_in_front_of_one_host_is_one_finding() -> None:
     ("count", "bad", "what"),
     [
         (4, {"w20": "refused", "w21": "refused", "w23": "refused"},
-         "host 2 reaches no other host, though others reach each other"),
-        (4, {"w13": "no answer"}, "host 1 does not reach host 3 (no answer)"),
-        (2, {"w10": "refused"}, "host 1 does not reach host 0 (refused)"),
+         "host 2 can connect to no other host, while the others connect to each other"),
+        (4, {"w13": "no answer"}, "host 1 cannot connect to host 3 (no answer)"),
+        (2, {"w10": "refused"}, "host 1 cannot connect to host 0 (refused)"),
     ],
 )  # fmt: skip
 def test_a_direction_that_is_closed_is_one_finding(count: int, bad: dict[str, str], what: str) -> None:
@@ -45,7 +45,7 @@ def test_a_direction_that_is_closed_is_one_finding(count: int, bad: dict[str, st
 
 def test_a_host_that_fell_silent_is_named_and_its_ways_are_not() -> None:
     silent = {way: how for way, how in ways(w03="frozen", w13="frozen", w23="frozen").items() if way[0] != 3}
-    assert whats(silent, (3,)) == ["host 3 joined, and then did not answer any more"]
+    assert whats(silent, (3,)) == ["host 3 joined, and then stopped answering"]
 
 
 def test_a_listener_answers_whoever_connects() -> None:

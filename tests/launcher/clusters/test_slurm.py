@@ -147,13 +147,13 @@ def test_doctor_shows_both_hosts_of_a_step_in_the_table_of_host_0(in_slurm: Call
     lines = [line.partition(": ")[::2] for line in done.stdout.splitlines()]
     first, second = ("\n".join(text for task, text in lines if task == rank) for rank in ("0", "1"))
     assert first.startswith("drivetrain doctor: 2 hosts, 2 processes, "), done.stdout + done.stderr
-    assert re.search("^ok +rendezvous +2 of 2 hosts at 127.0.0.2:", first, re.MULTILINE), first
+    assert re.search("^ok +rendezvous +2 of 2 hosts joined at 127.0.0.2:", first, re.MULTILINE), first
     assert re.search("^ok +versions +2 hosts agree ", first, re.MULTILINE), first
-    assert re.search("^ok +ways between hosts +2 of 2 ways ", first, re.MULTILINE), first
+    assert re.search("^ok +connections between hosts +2 of 2 connections ", first, re.MULTILINE), first
     assert second.endswith("The output of host 0 shows all hosts.")
     # What it finds is so: the address of host 0 is one of host 1 too, as both are this machine.
     assert re.findall("^error +(.*?)  ", first, re.MULTILINE) == ["addresses"], first
-    own_address = "--master-addr 127.0.0.2 is 127.0.0.2, which is this host itself [host 1 ("
+    own_address = "--master-addr 127.0.0.2 resolves to 127.0.0.2, which is this host itself [host 1 ("
     assert own_address in " ".join(first.split()), first  # the table breaks its lines at the terminal's width
     assert done.returncode == 1
     assert done.stderr.count("Exited with exit code 1\n") == 2

@@ -1,13 +1,13 @@
-import json
 import signal
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from drivetrain_memory import read_summaries
-from drivetrain_memory.cli.live_table import plain_line, table_lines
+from drivetrain_memory.cli.live_line import LiveLine, usage_line
 from drivetrain_memory.cli.watch import WatchArguments, run
 
 TAKES = (
@@ -27,7 +27,7 @@ def test_a_command_keeps_its_output_and_exit_code_and_its_peak_is_the_kernels(
     assert watch(tmp_path, sys.executable, "-ISc", TAKES) == 7
     out, err = capfd.readouterr()
     assert out == "from the program\n"
-    assert "resident" in err
+    assert "process " in err
     assert "by the kernel" in err
     (summary,) = read_summaries(tmp_path).ranks
     assert summary.host_peak_bytes > 200 * 2**20
@@ -85,10 +85,46 @@ def test_the_command_needs_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
-def test_a_terminal_gets_a_table_and_a_pipe_lines() -> None:
-    newest = {"seconds": 2.0, "host/resident_bytes": 1e9, "cuda:0/power_watts": 300.0, "x": float("nan")}
-    most = {"host/resident_bytes": 2e9, "cuda:0/power_watts": 310.0}
-    assert plain_line(newest) == "2 s: resident 1.00 GB, cuda:0/power_watts 300 W"
-    lines = table_lines(newest, most)
-    assert [line.split()[-2:] for line in lines[1:]] == [["2.00", "GB"], ["310", "W"]]
-    assert json.dumps(lines).count("now") == 1
+SAMPLE = {
+    "seconds": 65.4,
+    "host/resident_bytes": 1e9,
+    "cgroup/held_bytes": 3e9,
+    "cgroup/limit_bytes": float("nan"),
+}
+
+
+def test_a_line_has_the_numbers_that_are_known_and_fits() -> None:
+    assert usage_line(SAMPLE, 2e9) == "0:01:05  process   1.00 GB  peak   2.00 GB  cgroup   3.00 GB"
+    more = {"nvidia:0/used_bytes": 5e9, "nvidia:1/used_bytes": 57.4e9, "nvidia:1/power_watts": 300.0}
+    full = {**SAMPLE, **more, "cgroup/limit_bytes": 3.5e9, "children/resident_bytes": 123.45e6}
+    line = usage_line(full, 999.99e6)
+    assert line.endswith("peak 999.99 MB  nvidia:1  57.40 GB  left 500.00 MB  children 123.45 MB")
+    assert len(line) <= 100
+    assert "left       0 B" in usage_line({**full, "cgroup/limit_bytes": 3e9}, 0)
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(output: StringIO) -> str:
+    line = LiveLine(output)
+    for tenth in range(120):
+        line.show({**SAMPLE, "seconds": tenth / 10}, 2e9)
+    line.end("the end")
+    return output.getvalue()
+
+
+def test_a_terminal_gets_one_line_in_place() -> None:
+    *lines, end = shown(Terminal()).split("\r\x1b[2K")
+    assert end == "the end\n"
+    assert len(lines) == 121  # the first is empty
+    assert max(map(len, lines)) < 80
+    assert not any("\n" in line for line in lines)
+
+
+def test_a_pipe_gets_a_line_every_five_seconds() -> None:
+    *lines, end = shown(StringIO()).splitlines()
+    assert [line[:7] for line in lines] == ["0:00:00", "0:00:05", "0:00:10"]
+    assert end == "the end"

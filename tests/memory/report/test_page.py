@@ -3,7 +3,10 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
+from operator import mul
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from drivetrain_memory import (
     plot_memory,
     write_page,
 )
-from drivetrain_memory.report.chart import Line, line_chart
+from drivetrain_memory.report.chart import AREA_COLOURS, LINE_COLOURS, Line, line_chart
 from drivetrain_memory.report.page import render_page
 from drivetrain_memory.report.quantities import bytes_text, number_text, seconds_text
 from drivetrain_memory.tracker.rank_summary import PhaseUse, SampledPeak
@@ -115,8 +118,8 @@ def test_what_is_no_run_is_refused_before_anything_is_written(tmp_path: Path) ->
 def test_many_ranks_are_in_the_tables_and_the_highest_are_drawn() -> None:
     text = render_page(merge_summaries([summary(rank) for rank in range(20)]))
     assert text.count("<svg") == 2 * 16
-    assert "Rank 19 on" in text
-    assert "Rank 3 on" not in text
+    assert "Rank 19: process on" in text
+    assert "Rank 3: process on" not in text
     assert "3 (forward, pid 1)" in text
 
 
@@ -137,6 +140,62 @@ def test_a_chart_stays_in_its_frame(values: list[float]) -> None:
     points = re.findall(r"[ML ](-?[\d.]+),(-?[\d.]+)", " ".join(re.findall(r'd="([^"]*)"', drawn)))
     assert all(76 <= float(x) <= 921 and 9 <= float(y) <= 201 for x, y in points)
     assert "nan" not in drawn
+
+
+def test_each_subject_has_a_scale_of_its_own_and_the_page_cache_comes_last() -> None:
+    alone = summary()
+    values = {**alone.timeline.values, "cgroup/held_bytes": (3e9,) * 4, "cgroup/cache_bytes": (24e9,) * 4}
+    text = render_page(merge_summaries([replace(alone, timeline=replace(alone.timeline, values=values))]))
+    assert re.findall("<h3>Rank 0: ([^<]*)", text) == [
+        "process on forward",
+        "cuda:0 (forward)",
+        "control group",
+        "page cache of the control group",
+    ]
+    charts = re.findall("<svg.*?</svg>", text, re.DOTALL)
+    assert [re.findall(r'text-anchor="end">([^<]*B)<', chart)[-1] for chart in charts] == [
+        "2.00 GB",
+        "800.00 MB",
+        "4.00 GB",
+        "24.00 GB",
+    ]
+    assert ["forward: 50%" in chart for chart in charts] == [True, True, False, False]
+
+
+def test_a_line_without_numbers_takes_no_colour_from_the_others() -> None:
+    lines = [
+        Line(label=label, values=values) for label, values in (("a", [0.0]), ("b", [math.nan]), ("c", [1.0]))
+    ]
+    assert f'stroke="{LINE_COLOURS[2]}"' in line_chart(lines, bucket_seconds=1.0)
+    assert line_chart(lines[:2], bucket_seconds=1.0) == ""
+
+
+# Machado, Oliveira and Fernandes (2009): what protanopes, deuteranopes and tritanopes see of linear red, green, blue.
+SIGHTS = (
+    ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+)
+TO_XYZ = ((0.4339, 0.3763, 0.1899), (0.2126, 0.7152, 0.0722), (0.0178, 0.1095, 0.8729))  # white is (1, 1, 1)
+
+
+def seen(colour: str, sight: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Return a colour of CSS as L*, a*, b* of CIELAB, as a sight has it."""
+    channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    light = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
+    for matrix in (sight, TO_XYZ):
+        light = [max(0.0, sum(map(mul, row, light))) for row in matrix]
+    x, y, z = (each ** (1 / 3) if each > 0.008856 else 7.787 * each + 16 / 116 for each in light)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("text_colour", ["#000000", "#ffffff"])
+def test_lines_and_phases_differ_for_colour_blind_people_too(text_colour: str) -> None:
+    colours = [text_colour if each == "currentColor" else each for each in (*LINE_COLOURS, *AREA_COLOURS)]
+    for one, other in combinations(colours, 2):
+        for sight in SIGHTS:
+            assert math.dist(seen(one, sight), seen(other, sight)) > 10, (one, other)
 
 
 def test_numbers_have_units() -> None:

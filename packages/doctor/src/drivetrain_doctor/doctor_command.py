@@ -27,12 +27,14 @@ class DoctorArguments:
     """The arguments of `drivetrain doctor`, besides those of launch."""
 
     folder: Path = argument(
-        Path(), "Folder of the checkpoints, which is written to.", brief="Folder of the checkpoints"
+        Path(),
+        "Folder of the checkpoints; the doctor writes a file into it and removes it.",
+        brief="Folder of the checkpoints",
     )
     num_workers: int = argument(4, "Workers of each process's DataLoader.", brief="Workers of a DataLoader")
     batch_megabytes: float | None = argument(
         None,
-        "Size of a batch that a worker hands over, to compute the shared memory.",
+        "Size of a worker's batch in MB, to check that shared memory has room for its batches.",
         brief="Size of a worker's batch",
     )
     wait_seconds: float = argument(

@@ -32,11 +32,11 @@ def run_check(check: Check, *, limit_seconds: float) -> CheckReport:
     try:
         report = within(limit_seconds, check.run, name=f"doctor-{check.name}")
     except TimeoutError:
-        report = CheckReport("no end")
+        report = CheckReport("did not end")
         report.error(
             f"did not end within {limit_seconds:g} s",
-            why="what hangs here, most often a file server, a name server or a driver, hangs a run too",
-            repair=f"look at what {check.name} asks, one by one (ls of the folder, getent hosts NAME, nvidia-smi)",
+            why="a file server, a name server or a driver hangs, most likely, and a run will hang too",
+            repair="find which of them hangs: ls FOLDER, getent hosts NAME, nvidia-smi",
             limit_seconds=limit_seconds,
         )
     except OSError as failure:

@@ -1,7 +1,10 @@
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -149,8 +152,21 @@ def test_env_prints_json(drivetrain_with_torch: Callable) -> None:
     }
     assert report["settings"]["state"]["debug"]["where"] == "DRIVETRAIN_STATE__DEBUG"
     assert report["settings"]["state"]["timeout_seconds"]["source"] == "default"
-    assert report["versions"]["torch"]
     assert any(line.startswith("cpu") for line in report["devices"])
+    versions = report["versions"]
+    assert {"torch", "torch built for", "NCCL", "drivetrain-launcher"} <= set(versions)
+    for name in ("deepspeed", "transformers"):
+        assert versions[name] == (version(name) if find_spec(name) else "not installed")
+
+
+def test_env_shows_what_was_set_before_the_defaults(drivetrain_with_torch: Callable) -> None:
+    shown = drivetrain_with_torch("env", "--num-processes", "3").stdout
+    first, _, defaults = shown.partition("settings that are the default, by section\n")
+    assert "  launch.num_processes  3  --num-processes on the command line\n" in first
+    assert re.search(r"^drivetrain +\S+, all \d+ packages$", first, re.MULTILINE)
+    assert re.search(r"^  CPU cores: \d+ of \d+ usable$", first, re.MULTILINE)
+    assert "\nlaunch\n  processes_per_node " in defaults
+    assert "num_processes  " not in defaults
 
 
 def test_a_folder_of_scripts(drivetrain: Callable, script: Callable, tmp_path: Path) -> None:

@@ -102,26 +102,29 @@ def find_outgoing_address(name: str) -> str | None:
 
 def judge_addresses(measured: AddressMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the names and addresses for a run."""
-    report = CheckReport(f"{measured.host_name} is {', '.join(measured.host_addresses) or 'no address'}")
+    report = CheckReport(
+        f"{measured.host_name} resolves to {', '.join(measured.host_addresses) or 'no address'}"
+    )
     _judge_own_name(report, measured, checked)
     if measured.lookup_seconds > _SLOW_LOOKUP_SECONDS:
         report.warning(
             f"looking up the hosts' names took {measured.lookup_seconds:.1f} s",
             why="each process looks names up as it starts; a name server that does not answer costs 5 s a try",
-            repair=f"{_HOSTS_FILE}, or take the dead name server out of /etc/resolv.conf",
+            repair=f"{_HOSTS_FILE}, or remove the dead name server from /etc/resolv.conf",
             seconds=measured.lookup_seconds,
         )
     if measured.reverse_seconds > _SLOW_LOOKUP_SECONDS:
         report.warning(
-            f"looking up the name of this host's own address took {measured.reverse_seconds:.1f} s or more, with "
-            "as many lookups at once as ranks join",
-            why="torch looks up the name at the other end of each connection as it is made: joining takes "
-            "so much longer",
+            f"reverse lookups of this host's address took {measured.reverse_seconds:.1f} s or more (as many at once "
+            "as the run has ranks)",
+            why="torch makes such a lookup for each connection, so the ranks join that much later",
             repair=f"{_HOSTS_FILE} (IPv4 also as ::ffff:ADDRESS), or run a caching name server",
             seconds=measured.reverse_seconds,
         )
     if checked.num_nodes > 1:
-        report.summary += f"; {checked.master_addr} is {', '.join(measured.master_addresses) or 'unknown'}"
+        report.summary += (
+            f"; {checked.master_addr} resolves to {', '.join(measured.master_addresses) or 'no address'}"
+        )
         # A name that does not resolve is an error of the rendezvous and of launch.
         if measured.master_addresses:
             _judge_master(report, measured, checked)
@@ -141,19 +144,19 @@ def _judge_own_name(report: CheckReport, measured: AddressMeasurement, checked: 
     judge = report.warning if is_one else report.error
     name = f"this host's own name, {measured.host_name},"
     if not found:
-        why = "gloo then offers other hosts the loopback address, where they reach only themselves"
+        why = "gloo then gives other hosts the loopback address, which leads each host to itself"
         judge(f"{name} does not resolve", why=why, repair=repair)
     elif all(map(_is_loopback, found)):
         if not is_one:
             debian = " (as Debian's installer writes it)" if "127.0.1.1" in found else ""
             report.error(
-                f"{name} is {', '.join(found)} in /etc/hosts{debian}",
-                why="gloo offers that address to other hosts, where they reach only themselves: connectFullMesh "
+                f"{name} resolves to {', '.join(found)}, by /etc/hosts{debian}",
+                why="gloo gives that address to other hosts, which leads each host to itself: connectFullMesh "
                 "fails, unless this host happens to be the one that connects",
                 repair=repair,
             )
     elif _are_foreign(found, measured):
-        what = f"{name} is {', '.join(found)}, which is no address of its interfaces"
+        what = f"{name} resolves to {', '.join(found)}, which none of its interfaces has"
         judge(what, why="gloo cannot listen there and falls back to the loopback address", repair=repair)
 
 
@@ -162,9 +165,9 @@ def _judge_master(report: CheckReport, measured: AddressMeasurement, checked: Ch
     name = f"--master-addr {checked.master_addr}"
     if all(map(_is_loopback, found)) and checked.node_rank != 0:
         report.error(
-            f"{name} is {', '.join(found)}, which is this host itself",
-            why="each host looks for the others on itself, and all wait until the timeout",
-            repair="say the address of the host with rank 0 as others reach it: hostname -I there prints it",
+            f"{name} resolves to {', '.join(found)}, which is this host itself",
+            why="each host connects to itself, and all wait until the timeout",
+            repair="give the address at which others reach the host with rank 0: hostname -I prints it there",
         )
         return
     every = map(ipaddress.ip_address, measured.all_own)
@@ -173,22 +176,23 @@ def _judge_master(report: CheckReport, measured: AddressMeasurement, checked: Ch
     versions = [ipaddress.ip_address(each).version for each in found]
     if own and spoken.isdisjoint(versions):
         report.error(
-            f"{name} has only an IPv{versions[0]} address ({found[0]}), and this host only "
+            f"{name} has only an IPv{versions[0]} address ({found[0]}), and this host has only "
             f"IPv{min(spoken)} ({own[0]})",
-            why="this host has no way to the store",
-            repair=f"say an IPv{min(spoken)} address of the host with rank 0, or give this host IPv{versions[0]}",
+            why="this host cannot connect to the run's store",
+            repair=f"give an IPv{min(spoken)} address of the host with rank 0, or give this host IPv{versions[0]}",
         )
     elif own and versions[0] not in spoken:
         report.warning(
             f"{name} resolves to IPv{versions[0]} first, which this host does not have",
             why="each connection tries that address first, and may wait for its timeout",
-            repair=f"say the IPv{min(spoken)} address itself, or put IPv4 first in /etc/gai.conf",
+            repair=f"give the IPv{min(spoken)} address itself, or put IPv4 first in /etc/gai.conf",
         )
     if checked.node_rank == 0 and _are_foreign(found, measured):
         report.warning(
-            f"{name} is {', '.join(found)}, none of which is an address of this host, rank 0",
-            why="the others look for the store there; it is right only behind a service or an address translation",
-            repair=f"say --master-addr {measured.outgoing_address or 'ADDRESS'} on every host, or another rank here",
+            f"{name} resolves to {', '.join(found)}, which this host, rank 0, does not have",
+            why="the other hosts connect there; that is right only behind a service or an address translation (NAT)",
+            repair=f"give --master-addr {measured.outgoing_address or 'ADDRESS'} on every host, or this host another "
+            "rank",
         )
 
 

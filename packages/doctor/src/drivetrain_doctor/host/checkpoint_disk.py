@@ -88,32 +88,32 @@ def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckReport:
     if speed is None:
         report = CheckReport(f"{folder}{told}")
         report.error(
-            f"nothing can be written into {folder} ({kind}): {measured.refusal}",
-            why="the first checkpoint fails, after the time that it took to get there",
+            f"writing into {folder} ({kind}) fails: {measured.refusal}",
+            why="the run fails at its first checkpoint, and loses the steps before it",
             repair=f"free space (df -h {folder}), or name another folder: drivetrain doctor --folder FOLDER",
             free_bytes=measured.free_bytes,
         )
         return report
     report = CheckReport(
-        f"{kind}, {format_size(speed)}/s, {format_size(measured.free_bytes)} free in {folder}{told}"
+        f"{kind}, writes {format_size(speed)}/s, {format_size(measured.free_bytes)} free in {folder}{told}"
     )
     _judge_room_and_speed(report, measured, speed)
     if measured.kind in _IN_MEMORY:
         report.warning(
-            f"{folder} is in memory ({measured.kind})",
-            why="checkpoints take the ranks' memory, and are gone with a reboot or with the container",
+            f"{folder} lies in memory ({measured.kind})",
+            why="checkpoints take memory from the ranks, and are lost when the host or the container restarts",
             repair="name a folder on a disk",
         )
     elif measured.kind == "overlay":
         report.warning(
-            f"{folder} is the container's own layer (overlay)",
-            why="checkpoints are gone with the container, and writing is slower than into a volume",
+            f"{folder} lies in the container's own layer (overlay)",
+            why="checkpoints are lost when the container ends, and a volume is faster to write",
             repair="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
         )
     elif checked.num_nodes > 1 and measured.kind and not measured.kind.startswith(_NETWORK):
         report.warning(
-            f"{folder} is on this host's own disk ({measured.kind}), by its type",
-            why="all hosts write parts of one checkpoint into one folder, which each must see",
+            f"{folder} seems to lie on this host's own disk ({measured.kind})",
+            why="all hosts write their parts of a checkpoint into one folder, so each host must see it",
             repair="name a folder on a file system that all hosts mount (NFS, Lustre ...), or a URL of an object "
             "store",
         )
@@ -125,24 +125,24 @@ def _judge_room_and_speed(report: CheckReport, measured: DiskMeasurement, speed:
     if measured.free_bytes < _LEAST_FREE_BYTES:
         model = measured.free_bytes / 16
         report.warning(
-            f"{format_size(measured.free_bytes)} free in {folder}",
-            why=f"a checkpoint with AdamW's state takes 12 to 16 bytes a parameter, so one of {model / 1e6:,.0f} "
-            "million parameters fills it; a new one is written before the old one goes",
+            f"only {format_size(measured.free_bytes)} free in {folder}",
+            why=f"a checkpoint with AdamW's state takes 12 to 16 bytes a parameter, so that of "
+            f"{model / 1e6:,.0f} million parameters fills it; a save keeps the old one until the new one is complete",
             repair="free space, or name another folder; keep_last in the checkpoint section removes old checkpoints",
             free_bytes=measured.free_bytes,
         )
     if measured.free_files is not None and measured.free_files < 1000:
         report.warning(
-            f"{measured.free_files} more files fit into {folder} (df -i)",
-            why="'No space left on device' although bytes are free",
+            f"{folder} has room for only {measured.free_files} more files (df -i)",
+            why="a save fails with 'No space left on device', although bytes are free",
             repair="remove small files, or name another folder",
             free_files=measured.free_files,
         )
     if speed < _SLOW_BYTES_PER_SECOND:
         report.warning(
-            f"{folder} takes {format_size(speed)}/s, written to the disk",
+            f"writing into {folder} reaches only {format_size(speed)}/s",
             why=f"16 GB, the state of a billion parameters, take {16e9 / speed / 60:,.0f} min, during which "
             "ranks wait unless saves run in the background",
-            repair="a faster disk; or background saves (the checkpoint section)",
+            repair="use a faster disk, or save in the background: --checkpoint-background",
             bytes_per_second=speed,
         )

@@ -122,7 +122,7 @@ def judge_driver(measured: GpuMeasurement) -> CheckReport:
         )
     if not measured.names and (measured.torch_cuda or measured.torch_hip):
         report.error(
-            f"the driver is loaded, and torch sees no device: {measured.refusal or 'it gives no reason'}",
+            f"the driver is loaded, and torch sees no device: {measured.refusal or 'torch gives no reason'}",
             why="the run trains on the CPU, or ends at once",
             repair="nvidia-smi (rocminfo on AMD) tells whether the driver works; docker run --gpus all shows the "
             "devices to a container; unset CUDA_VISIBLE_DEVICES",
@@ -132,7 +132,7 @@ def judge_driver(measured: GpuMeasurement) -> CheckReport:
             report.warning(
                 f"other processes hold {taken:.0%} of the memory of GPU {device}",
                 why="the run goes out of memory on this rank",
-                repair="nvidia-smi names them; end what a killed run left, or leave the device out (--devices)",
+                repair="nvidia-smi names them; end those that a killed run left, or leave the device out (--devices)",
             )
     return report
 
@@ -141,7 +141,7 @@ def _judge_nvidia(report: CheckReport, measured: GpuMeasurement, cuda: str) -> N
     driver, library = measured.driver, measured.library_driver
     if driver and library and driver != library:
         report.error(
-            f"the driver in the kernel is {driver}, its library is {library}",
+            f"the driver in the kernel has version {driver}, its library version {library}",
             why="'Driver/library version mismatch': the package was updated, and the old module still runs",
             repair="reboot, or as root unload and load the modules (rmmod nvidia_uvm nvidia; modprobe nvidia)",
         )
@@ -150,19 +150,17 @@ def _judge_nvidia(report: CheckReport, measured: GpuMeasurement, cuda: str) -> N
         # Of a driver for an older major version, torch itself says that it is too old.
         if runs[0] == built[0] and runs < built:
             report.warning(
-                f"torch's CUDA is {cuda}; the driver {driver} runs up to {measured.driver_cuda}",
-                why="compiled kernels run (minor version compatibility), but what is compiled at run time to "
-                "PTX does not: 'unsupported PTX version', for example from Triton or torch.compile",
-                repair=f"a driver for CUDA {cuda}, or a torch for CUDA {measured.driver_cuda}",
+                f"torch is built for CUDA {cuda}, and driver {driver} runs CUDA up to {measured.driver_cuda}",
+                why="torch's own kernels run (minor version compatibility), but kernels compiled at run time, as by "
+                "Triton or torch.compile, fail: 'unsupported PTX version'",
+                repair=f"install a driver for CUDA {cuda}, or a torch for CUDA {measured.driver_cuda}",
             )
 
 
 def judge_peers(measured: GpuMeasurement) -> CheckReport:
     """Judge the copies from each GPU to each other one."""
     if measured.peers is None or len(measured.names) < 2:
-        return CheckReport(
-            f"peer-to-peer needs two GPUs, and there are {len(measured.names)}", is_skipped=True
-        )
+        return CheckReport(f"needs two GPUs, and there are {len(measured.names)}", is_skipped=True)
     wrong, without = (
         ", ".join(pair for pair, answer in measured.peers.items() if answer == wanted)
         for wanted in ("wrong data", "no")
@@ -171,7 +169,7 @@ def judge_peers(measured: GpuMeasurement) -> CheckReport:
     if wrong:
         report.error(
             f"copies between GPUs {wrong} arrive changed",
-            why="the system says that peer-to-peer works, and it does not: training diverges or hangs. An "
+            why="the driver reports that peer-to-peer works, but it does not: training diverges or hangs. An "
             "IOMMU or PCIe access control (ACS) between the devices does this",
             repair="disable the IOMMU and ACS in the firmware, or boot with iommu=pt; until then export "
             "NCCL_P2P_DISABLE=1",
@@ -181,7 +179,7 @@ def judge_peers(measured: GpuMeasurement) -> CheckReport:
         is_all = set(measured.peers.values()) == {"no"}
         report.warning(
             f"{'no two GPUs have' if is_all else f'GPUs {without} have no'} peer-to-peer",
-            why="what they exchange passes through the host's memory, at a fraction of the speed",
+            why="their messages pass through the host's memory, at a fraction of the speed",
             repair="nvidia-smi topo -p2p r tells why; in a virtual machine the host must allow it; consumer cards "
             "have none",
             pairs=without,

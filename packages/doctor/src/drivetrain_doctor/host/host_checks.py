@@ -67,7 +67,7 @@ def _measure_pairs(checked: CheckedRun, backend: str, program: PairProgram | Non
     """Measure the pairs of ranks of this host."""
     count = checked.processes_per_node
     if count < 2:
-        return CheckReport("a single rank has no peer (--num-processes N)", is_skipped=True)
+        return CheckReport("needs two ranks (--num-processes 2)", is_skipped=True)
     with (
         TemporaryDirectory(prefix="drivetrain-doctor-") as folder,
         program or start_pairs(checked.environment) as started,

@@ -78,8 +78,8 @@ def measure_limits(
 def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the limits for a run."""
     group, limit, most = measured.group, measured.open_files, measured.most_open_files
-    parts = [f"{'unlimited' if limit is None else f'{limit:,}'} open files"]
-    parts += [] if group.pids is None else [f"{group.pids:,} pids in the control group"]
+    parts = [f"{'unlimited' if limit is None else f'up to {limit:,}'} open files"]
+    parts += [] if group.pids is None else [f"{group.pids:,} processes and threads in the control group"]
     parts += [] if group.memory_bytes is None else [f"{format_size(group.memory_bytes)} in the control group"]
     report = CheckReport(", ".join(parts))
     connections = _CONNECTIONS_PER_RANK * checked.world_size if checked.hosts_store else checked.world_size
@@ -89,14 +89,14 @@ def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckReport
         target = max(65536, 2 * wanted)
         repair = f"ulimit -n {target if most is None else min(target, most)}"
         if most is not None and most < wanted:
-            repair = f"as root '* - nofile {target}' in /etc/security/limits.conf, or "
+            repair = f"as root write '* - nofile {target}' into /etc/security/limits.conf, or "
             repair += f"docker run --ulimit nofile={target}"
         judge, why = report.error, f"the store and the ranks need about {needed:,}: 'Too many open files'"
         if limit >= needed:
             judge = report.warning
             why = "DataLoader workers open a file for each tensor that they hand over: 'Too many open files' "
             why += "after a while"
-        judge(f"{limit:,} open files (ulimit -n)", why=why, repair=repair, limit=limit, needed=wanted)
+        judge(f"at most {limit:,} open files (ulimit -n)", why=why, repair=repair, limit=limit, needed=wanted)
     _judge_processes_and_memory(report, measured, checked)
     return report
 
@@ -105,7 +105,7 @@ def _judge_processes_and_memory(report: CheckReport, measured: LimitMeasurement,
     ranks = checked.processes_per_node
     needed = ranks * (_THREADS_OF_A_RANK + checked.num_workers * _THREADS_OF_A_WORKER)
     group = measured.group
-    start = f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,}"
+    start = f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,} threads"
     own_limit = None if measured.is_root else measured.processes
     of_group = "in this control group (pids.max)"
     for most, running, where, remedy in (
@@ -114,7 +114,7 @@ def _judge_processes_and_memory(report: CheckReport, measured: LimitMeasurement,
     ):
         if most is not None and most - running < needed:
             report.error(
-                f"{most:,} processes and threads {where}, of which {running:,} run",
+                f"at most {most:,} processes and threads {where}, and {running:,} run already",
                 why=f"{start}: 'Resource temporarily unavailable' or \"can't start new thread\"",
                 repair=f"{remedy.format(running + 4 * needed)}; or fewer workers, or OMP_NUM_THREADS=1",
                 limit=most,
@@ -125,8 +125,8 @@ def _judge_processes_and_memory(report: CheckReport, measured: LimitMeasurement,
     free = float("inf") if group.memory_bytes is None else group.memory_bytes - group.used_bytes
     if group.memory_bytes is not None and free < processes * _LEAST_BYTES_OF_A_PROCESS:
         report.warning(
-            f"{format_size(max(free, 0))} of the control group's {format_size(group.memory_bytes)} are free",
-            why=f"{processes} processes (ranks and workers) want at least "
+            f"the control group has {format_size(max(free, 0))} free of {format_size(group.memory_bytes)} of memory",
+            why=f"{processes} processes (ranks and workers) need at least "
             f"{format_size(_LEAST_BYTES_OF_A_PROCESS)} each; beyond the limit the kernel kills one (exit code 137)",
             repair="request more memory (docker run --memory, sbatch --mem, resources.limits.memory), "
             "or fewer workers",
@@ -134,7 +134,7 @@ def _judge_processes_and_memory(report: CheckReport, measured: LimitMeasurement,
         )
     if measured.has_infiniband and locked is not None:
         report.error(
-            f"memory that may be locked: {format_size(locked)} (ulimit -l), with InfiniBand",
+            f"a process may lock {format_size(locked)} of memory (ulimit -l), and this host has InfiniBand",
             why="NCCL registers its buffers with the adapter, and fails with ibv_reg_mr or 'Cannot allocate memory'",
             repair="ulimit -l unlimited; docker run --ulimit memlock=-1; for Slurm LimitMEMLOCK=infinity in "
             "slurmd.service",
@@ -142,7 +142,7 @@ def _judge_processes_and_memory(report: CheckReport, measured: LimitMeasurement,
         )
     if address is not None and checked.accelerator == "cuda":
         report.error(
-            f"virtual memory of a process: {format_size(address)} (ulimit -v)",
+            f"a process may reserve {format_size(address)} of virtual memory (ulimit -v)",
             why="CUDA reserves more address space than the host has memory, and fails to start",
             repair="ulimit -v unlimited",
             address_bytes=address,

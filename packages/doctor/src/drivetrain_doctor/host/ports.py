@@ -73,10 +73,10 @@ def measure_port(checked: CheckedRun, proc: Path = Path("/proc")) -> PortMeasure
 def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the port for a run."""
     if not checked.hosts_store:
-        return CheckReport(f"the store listens on {checked.master_addr}, not here", is_skipped=True)
+        return CheckReport(f"only {checked.master_addr} listens on a port", is_skipped=True)
     port = measured.port
     if port == 0:
-        return CheckReport("any free port is taken")
+        return CheckReport("the launcher picks a free port")
     if measured.bind_error is None:
         report = CheckReport(f"port {port} is free")
         first, last = measured.ephemeral
@@ -85,24 +85,28 @@ def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckReport:
         # A cluster derives a port from its job, which may lie anywhere.
         if first <= port <= last and not is_reserved:
             report.warning(
-                f"port {port} is among those that the system gives to outgoing connections ({first}-{last})",
-                why="any program may hold it, now and then, when a run starts",
-                repair=f"say a port below {first}, such as --master-port 29500, or as root: "
+                f"port {port} is in the system's range for outgoing connections ({first}-{last})",
+                why="a connection of another program may hold it when a run starts",
+                repair=f"choose a port below {first}, such as --master-port 29500, or as root: "
                 f"sysctl net.ipv4.ip_local_reserved_ports={port}",
                 port=port,
             )
         return report
-    end, what = "", f"port {port} cannot be listened on ({measured.bind_error})"
+    end, what = "", f"port {port} does not open on this host ({measured.bind_error})"
     if measured.bind_error == "EADDRINUSE":
         holder = measured.holder or "a process that this user may not see"
         end, what = "end that process, or ", f"port {port} is in use, held by {holder}"
     other = 29500 if port < 1024 or port > 65000 else port + 1
-    where = " on every host" if checked.num_nodes > 1 else ", or leave it out for any free one"
+    where = (
+        " on every host"
+        if checked.num_nodes > 1
+        else ", or leave the flag out: the launcher then picks a free port"
+    )
     report = CheckReport(f"port {port}")
     report.error(
         what,
-        why="the run's store cannot listen there",
-        repair=f"{end}say --master-port {other}{where}",
+        why="the ranks meet at this port, so the run cannot start",
+        repair=f"{end}choose --master-port {other}{where}",
         port=port,
     )
     return report

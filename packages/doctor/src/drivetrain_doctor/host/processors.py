@@ -40,27 +40,28 @@ def measure_processors() -> ProcessorMeasurement:
 
 def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the cores for a run."""
-    report = CheckReport(f"{measured.effective:g} of {measured.cores} cores")
+    report = CheckReport(f"{measured.effective:g} of {measured.cores} cores usable")
     ranks, quota = checked.processes_per_node, measured.quota
+    cores = "1 core" if measured.effective == 1 else f"{measured.effective:g} cores"
     wanted = ranks * (1 + checked.num_workers)
-    more = "a machine with more cores"
+    more = "use a machine with more cores"
     if quota is not None and quota < measured.usable:
         more = f"request more (docker run --cpus {measured.usable}, resources.limits.cpu)"
     elif measured.usable < measured.cores:
         more = "request more (sbatch --cpus-per-task, docker run --cpuset-cpus, taskset)"
     if ranks > measured.effective:
         report.warning(
-            f"{ranks} ranks on {measured.effective:g} cores",
-            why="they take turns, and each collective waits for all of them",
-            repair=f"{more}, or --num-processes {max(1, int(measured.effective)) * checked.num_nodes}",
+            f"{ranks} ranks share {cores}",
+            why="ranks that share a core take turns, and each collective waits for all ranks",
+            repair=f"{more}, or launch with --num-processes {max(1, int(measured.effective)) * checked.num_nodes}",
             cores=measured.effective,
         )
     elif wanted > 2 * measured.effective:
         fits = max(0, int(2 * measured.effective / ranks) - 1)
         report.warning(
-            f"{wanted} processes (ranks and DataLoader workers) on {measured.effective:g} cores",
-            why="workers then slow the ranks and each other",
-            repair=f"num_workers={fits} in the DataLoader, or {more}",
+            f"{wanted} processes (ranks and DataLoader workers) share {cores}",
+            why="workers slow the ranks and each other",
+            repair=f"set num_workers={fits} in the DataLoader, or {more}",
             cores=measured.effective,
         )
     # For several processes, drivetrain launch sets one thread.
@@ -68,17 +69,17 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
     if quota is not None and quota < measured.usable and not is_chosen:
         threads = max(1, int(quota))
         report.warning(
-            f"the control group grants {quota:g} cores' time, but {measured.usable} cores are visible",
-            why=f"torch starts {measured.usable} threads, which the kernel then stops for most of each 100 ms",
+            f"the control group allows the time of {quota:g} cores, and torch sees {measured.usable} cores",
+            why=f"torch starts {measured.usable} threads, and the kernel stops them for most of each 100 ms",
             repair=f"--threads-per-process {threads}, or export OMP_NUM_THREADS={threads}",
             quota=quota,
         )
     if measured.load > 1.5 * measured.cores:
         report.warning(
             f"the machine is busy: {measured.load:.1f} threads want to run on {measured.cores} cores",
-            why="other programs take time from the ranks, and all ranks wait for the slowest; what the doctor "
-            "measures here is too low",
-            repair="uptime and top show who; start when they have ended, or elsewhere",
+            why="other programs slow the ranks, and all ranks wait for the slowest; they also lower the speeds that "
+            "the doctor measures",
+            repair="top shows these programs; start the run after they end, or on another machine",
             load=measured.load,
         )
     return report

@@ -15,7 +15,7 @@ _NCCL_BYTES_PER_RANK = 32 << 20
 # Docker's default is 64 MiB, on which images of a usual batch already fail.
 _USUAL_BYTES = 1 << 30
 _REPAIR = (
-    "docker run --shm-size={size} (or --ipc=host); Kubernetes: emptyDir of medium Memory at /dev/shm; as root"
+    "docker run --shm-size={size} (or --ipc=host); Kubernetes: an emptyDir in memory at /dev/shm; as root"
 )
 
 
@@ -52,13 +52,15 @@ def needed_bytes(checked: CheckedRun) -> int:
 def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the shared memory for a run."""
     if not checked.num_workers and checked.accelerator != "cuda":
-        return CheckReport("no DataLoader workers and no GPU use it (--num-workers 0)", is_skipped=True)
+        return CheckReport(
+            "the run has neither DataLoader workers nor GPUs, which use it (--num-workers 0)", is_skipped=True
+        )
     folder, size = measured.folder, measured.size_bytes
     if size is None or not measured.is_writable:
         report = CheckReport(f"{folder}")
         report.error(
-            f"{folder} is not there" if size is None else f"this user may not write into {folder}",
-            why="DataLoader workers hand batches over in it, and fail without it",
+            f"{folder} does not exist" if size is None else f"this user cannot write into {folder}",
+            why="DataLoader workers pass batches through it, and fail without it",
             repair=f"mount -t tmpfs -o size=8g,mode=1777 tmpfs {folder}",
         )
         return report
@@ -71,7 +73,7 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) 
     batches = f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches"
     if needed > free:
         report.error(
-            f"{what}, and this run fills {format_size(needed)}",
+            f"{what}, and this run needs {format_size(needed)}",
             why=f"{batches} and the one in use, at {format_size(checked.batch_bytes or 0)} a batch: a worker dies of "
             "a bus error ('insufficient shared memory')",
             repair=repair,
@@ -81,9 +83,9 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) 
     elif checked.batch_bytes is None and free < min(_USUAL_BYTES, ranks * _USUAL_BYTES // 4):
         share = free / max(1, ranks * (checked.num_workers * _PREFETCH + 1))
         report.warning(
-            f"{what}{', as Docker gives it' if size == 64 << 20 else ''}",
-            why=f"{batches} must fit: at {format_size(share)} a batch a worker dies of a bus error; "
-            "--batch-megabytes N computes it for your batch",
+            what + (", Docker's default" if size == 64 << 20 else ""),
+            why=f"{batches} must fit: with a batch above {format_size(share)}, a worker dies of a bus error; "
+            "--batch-megabytes N checks the size of your batch",
             repair=repair,
             free_bytes=free,
         )

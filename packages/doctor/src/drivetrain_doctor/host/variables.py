@@ -15,7 +15,7 @@ _HARMFUL = (
     ("NCCL_P2P_DISABLE", "1", "GPUs of one host exchange gradients through the host's memory"),
     ("NCCL_SHM_DISABLE", "1", "GPUs without peer-to-peer exchange gradients through the network stack"),
     ("NCCL_IB_DISABLE", "1", "hosts exchange gradients over TCP, also where they have InfiniBand"),
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "torch compares every collective over the store first"),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "torch first compares each collective between all ranks"),
     ("TORCH_NCCL_BLOCKING_WAIT", "1", "the host waits for every collective"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "a rank whose peer died waits for ever"),
 )
@@ -46,7 +46,7 @@ def measure_variables(checked: CheckedRun, dev: Path = Path("/dev")) -> Variable
 def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the environment for a run."""
     environment, cores, ranks = measured.environment, measured.cores, checked.processes_per_node
-    report = CheckReport(f"{len(environment)} variables")
+    report = CheckReport(f"{len(environment)} environment variables")
     _judge_interfaces(report, measured, checked)
     # A list sets the threads of nested levels; the first one counts. OpenMP itself warns of what is no number.
     threads = environment.get("OMP_NUM_THREADS", "")
@@ -68,9 +68,9 @@ def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> Check
     is_named = any(part and f".{master}".endswith(f".{part}") for part in excluded)
     if checked.num_nodes > 1 and proxies and not (is_named or no_proxy == "*" or "" in excluded[1:]):
         report.warning(
-            f"{', '.join(proxies)} set, and no_proxy does not name {master}",
-            why="torch's store does not use a proxy, but what speaks HTTP or gRPC between hosts does (Ray, etcd, "
-            "a tracking server), and the proxy cannot reach them",
+            f"{', '.join(proxies)} set, but no_proxy does not name {master}",
+            why="torch's store uses no proxy, but programs that speak HTTP or gRPC between hosts do (Ray, etcd, a "
+            "tracking server), and the proxy cannot reach these hosts",
             repair=f"export no_proxy={','.join(filter(None, [*excluded, master, 'localhost']))} on every host",
         )
     # Inside a cluster's job of several processes these may be the cluster's.
@@ -78,8 +78,8 @@ def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> Check
     if "RANK" in left and checked.world_size == 1:
         report.warning(
             f"{', '.join(f'{name}={environment[name]}' for name in left)} set in the shell",
-            why="a run of one process takes itself for a rank of another launcher's run, and waits for its "
-            "other ranks",
+            why="a run of one process takes itself for a rank of another launcher's run, and waits for that "
+            "run's other ranks",
             repair=f"unset {' '.join(left)}",
         )
     for name, harmful, why in _HARMFUL:
@@ -110,16 +110,15 @@ def _judge_interfaces(report: CheckReport, measured: VariableMeasurement, checke
         is_nccl = name.startswith("NCCL")
         unknown = set(filter(None, value.split(","))) - set(measured.interfaces)
         if value and (unmatched(value, measured.interfaces) if is_nccl else unknown):
-            used = "the GPUs of a host and of several" if is_nccl else "processes"
             report.error(
                 f"{name}={value} names no interface of this host, which has {there}",
-                why=f"the process group of {used} fails to start",
+                why=f"{'NCCL' if is_nccl else 'gloo'} cannot start its process group",
                 repair=f"export {name}=INTERFACE with one of {there}, on this host, or unset it",
             )
         elif checked.num_nodes > 1 and value.removeprefix("=") == "lo":
             report.error(
                 f"{name}={value} with {checked.num_nodes} hosts",
-                why="no other host can be reached over the loopback interface",
+                why="the loopback interface leads to no other host",
                 repair=f"export {name}=INTERFACE with the one that leads to the other hosts, of {there}",
             )
 

@@ -52,14 +52,14 @@ class GroupResult:
 
 def judge_ranks(result: GroupResult) -> CheckReport:
     """Judge the links between the processes of one host, which differ by design; only failures are findings."""
-    report = CheckReport(summarize(result.backend, result.pairs))
+    report = CheckReport(summarize(result.pairs))
     _judge_failures(report, result, ())
     return report
 
 
 def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckReport:
     """Judge the links between hosts, one rank on each, and name the slow link or host by `names`."""
-    report = CheckReport(summarize(result.backend, result.pairs))
+    report = CheckReport(summarize(result.pairs))
     _judge_failures(report, result, names)
     rates = {(each.first, each.second): each.bytes_per_second for each in result.pairs}
     if len(names) > 2:
@@ -76,16 +76,16 @@ def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckReport:
         for who, seconds in late:
             if seconds - usual > _LATENCY_NOISE_SECONDS:
                 report.warning(
-                    f"{who} answers late: {seconds * 1e6:,.0f} us, where {usual * 1e6:,.0f} us is usual",
+                    f"the latency of {who} is {seconds * 1e6:,.0f} us; {usual * 1e6:,.0f} us is usual",
                     why="small collectives (a loss that is gathered, a norm) wait for it at every step",
-                    repair="another route or zone, a host that is busy (top), or a saving mode of its processor or "
-                    "adapter",
+                    repair="look for a longer route, another zone, a busy host (top), or a power-saving mode of its "
+                    "processor or adapter",
                     seconds=seconds,
                     usual=usual,
                 )
     if rates and (rate := median(rates.values())) < _SLOW_BYTES_PER_SECOND:
         report.warning(
-            f"hosts exchange {format_size(rate)}/s over {result.backend}",
+            f"hosts exchange only {format_size(rate)}/s over {result.backend}",
             why=f"100 million parameters in fp32 exchange 0.8 GB a step: {0.8e9 / rate:.1f} s",
             repair="name the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; ethtool INTERFACE shows its "
             "speed); or exchange less: bf16 gradients, accumulation",
@@ -94,17 +94,17 @@ def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckReport:
     return report
 
 
-def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
+def summarize(pairs: Sequence[PairResult]) -> str:
     """Return a line with the range of bandwidths and latencies."""
     if not pairs:
-        return f"{backend}: no pair was measured"
+        return "no pair was measured"
     rates = [pair.bytes_per_second for pair in pairs]
     latencies = [pair.latency_seconds * 1e6 for pair in pairs]
     if len(pairs) == 1:
-        return f"{backend}: 1 pair, {format_size(rates[0])}/s, {latencies[0]:,.0f} us"
+        return f"1 pair: {format_size(rates[0])}/s, latency {latencies[0]:,.0f} us"
     return (
-        f"{backend}: {len(pairs)} pairs, {format_size(min(rates))}/s to {format_size(max(rates))}/s, "
-        f"{min(latencies):,.0f} to {max(latencies):,.0f} us"
+        f"{len(pairs)} pairs: {format_size(min(rates))}/s to {format_size(max(rates))}/s, "
+        f"latency {min(latencies):,.0f} to {max(latencies):,.0f} us"
     )
 
 
@@ -118,9 +118,9 @@ def _judge_failures(report: CheckReport, result: GroupResult, names: Sequence[st
     for failure, ranks in ranks_of.items():
         report.error(
             f"{result.backend} fails on {', '.join(shown(ranks))}: {failure}",
-            why="so does the process group of a run",
+            why="the process group of a run fails in the same way",
             repair="export GLOO_SOCKET_IFNAME=INTERFACE (NCCL_SOCKET_IFNAME for nccl) with one that leads to the "
-            "others, and open the ephemeral ports between the hosts; NCCL_DEBUG=INFO tells more of nccl",
+            "others, and open the ephemeral ports between the hosts; NCCL_DEBUG=INFO makes NCCL say more",
         )
     if result.unfinished:
         ends = [end for pair in result.unfinished for end in pair]
@@ -129,7 +129,7 @@ def _judge_failures(report: CheckReport, result: GroupResult, names: Sequence[st
         report.error(
             f"{result.backend} messages to or from {who} did not arrive in time",
             why="each collective of a run waits for the slowest rank, here for ever",
-            repair="look whether that host is alive and idle (uptime, dmesg), then at the network between them: "
+            repair="check that the host is alive and idle (uptime, dmesg), then check the network between them: "
             "ping -M do -s 8972 ADDRESS finds a wrong MTU, which drops large messages alone",
         )
 
@@ -140,7 +140,7 @@ def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Se
     for host in faults.hosts:
         rate = _median_of_host(rates, host)
         report.warning(
-            f"{names[host]} is slow: {format_size(rate)}/s to others, where {usual} is usual",
+            f"{names[host]} is slow: {format_size(rate)}/s to the others; {usual} is usual",
             why="every collective runs at the speed of the slowest host",
             repair=f"on {names[host]}: ethtool INTERFACE (a link that fell back to a lower speed), ip -s link "
             "(errors), top (another program); or leave the host out",
@@ -150,7 +150,7 @@ def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Se
     for one, other in faults.links[:_SHOWN]:
         rate = rates[one, other]
         report.warning(
-            f"the link {names[one]} - {names[other]} is slow: {format_size(rate)}/s, where {usual} is usual",
+            f"the link {names[one]} - {names[other]} is slow: {format_size(rate)}/s; {usual} is usual",
             why="a ring of all hosts runs at the speed of its slowest link",
             repair="both hosts are fast to others, so look between them: the cable, the switch's port and its "
             "counters, the route (ip route get ADDRESS)",

@@ -57,7 +57,7 @@ def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -
         return CheckReport("no other host answered", is_skipped=True)
     most = max(offsets.values(), key=lambda offset: abs(offset.seconds))
     report = CheckReport(
-        f"at most {abs(most.seconds) * 1e3:.1f} ms from host 0 (+- {most.bound_seconds * 1e3:.1f} ms)"
+        f"at most {abs(most.seconds) * 1e3:.1f} ms (+- {most.bound_seconds * 1e3:.1f} ms) from host 0's clock"
     )
     for rank, offset in sorted(offsets.items()):
         seconds, bound = abs(offset.seconds), offset.bound_seconds
@@ -66,8 +66,8 @@ def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -
             judge = report.error if seconds - bound > _BROKEN_SECONDS else report.warning
             judge(
                 f"the clock of {names[rank]} is {seconds:.1f} s {direction} that of host 0 (+- {bound:.3f} s)",
-                why="logs and traces of the hosts do not fit together, and certificates and signed requests (S3 "
-                "allows 15 min) are refused",
+                why="times in the hosts' logs and traces cannot be compared, and servers refuse certificates and "
+                "signed requests (S3 beyond 15 min)",
                 repair=f"on {names[rank]}: timedatectl set-ntp true, or chronyc makestep; chronyc tracking shows "
                 "the state",
                 seconds=offset.seconds,

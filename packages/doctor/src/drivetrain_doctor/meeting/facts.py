@@ -44,12 +44,12 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
         having = (
             names[next(rank for rank in values if rank not in others)] if count == 1 else f"{count} hosts"
         )
-        what = f"{subject} differs: {shown}, where it is {usual} on {having}"
+        what = f"{subject} differs: {shown}; {usual} on {having}"
         if subject.isupper():
             report.warning(
                 what,
-                why="NCCL then chooses differently on the hosts, and may hang",
-                repair=f"set {subject} alike on all hosts, or nowhere",
+                why="NCCL may choose another algorithm on each host, and hang",
+                repair=f"set {subject} to one value on all hosts, or unset it on all",
             )
             continue
         minors = {value.rpartition(".")[0] for value in values.values()}
@@ -59,13 +59,13 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
         judge(
             what,
             why="ranks may disagree on the order or the form of what they exchange, which fails late or hangs",
-            repair="one environment for all hosts: the same image"
+            repair="use one environment on all hosts: the same image"
             + (" or partition" if subject in ("python", "machine") else place),
         )
     report.summary = f"{len(facts)} hosts, {len(subjects)} versions and variables"
     if not report.findings:
         python = next(iter(facts.values()))["python"]
         report.summary = (
-            f"{len(facts)} hosts agree in {len(subjects)} versions and variables (Python {python})"
+            f"{len(facts)} hosts agree on {len(subjects)} versions and variables (Python {python})"
         )
     return report

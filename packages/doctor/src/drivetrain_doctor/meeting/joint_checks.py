@@ -65,15 +65,15 @@ def meet(
             limit = checked.wait_seconds + _MEETING_SECONDS
             return within(limit, lambda: host.take_part(own), name="doctor-meeting")
         except TimeoutError:
-            failure = "the meeting had no end: host 0 is frozen, or cut off since it was reached"
+            failure = "the checks between hosts did not end: host 0 is frozen, or cut off"
         except MeetingError as error:
             failure = str(error)
-    report = CheckReport("not joined", name="rendezvous")
+    report = CheckReport("this host did not join", name="rendezvous")
     report.error(
         failure,
         why="this host cannot take part in a run",
         repair="start drivetrain doctor on all hosts with the same --num-nodes, --master-addr and --master-port; "
-        f"nc -vz {checked.master_addr} {checked.master_port} tries the way alone",
+        f"nc -vz {checked.master_addr} {checked.master_port} tries the connection alone",
     )
     label = host_label(checked.node_rank or 0, socket.gethostname(), None)
     return replace(alone, hosts=((label, reports),), together=(report,), is_broken=True)
@@ -168,7 +168,7 @@ class _Host:
         ways = {
             (rank, int(other)): how for rank, told in around.items() for other, how in told["reached"].items()
         }
-        yield replace(judge_reach(ways, silent, labels), name="ways between hosts")
+        yield replace(judge_reach(ways, silent, labels), name="connections between hosts")
         sees = {rank: bool(told["sees_folder"]) for rank, told in around.items() if rank}
         folder = judge_folder(sees, labels, checked, is_writable=bool(token))
         yield replace(folder, name="common folder")
@@ -181,7 +181,7 @@ class _Host:
                 self.progress(f"measuring {backend} between {len(linked)} hosts")
                 report = self._lead_links(linked, labels, backend)
             else:
-                closed = "not measured, since a host does not answer or a way between hosts is closed"
+                closed = "a host does not answer, or hosts cannot connect"
                 report = CheckReport(closed, is_skipped=True)
             yield replace(report, name=f"{backend} between hosts")
 
@@ -198,7 +198,7 @@ class _Host:
             report.error(
                 f"{list_hosts(late)} took more than {_START_SECONDS:g} s to import torch, and did not take part",
                 why="a run's ranks wait for the last one to start",
-                repair="look what takes the time there: python -X importtime -c 'import torch'; an environment on a "
+                repair="find what takes the time there: python -X importtime -c 'import torch'; an environment on a "
                 "busy file server is the usual reason",
             )
         return report
@@ -224,13 +224,15 @@ class _Host:
 def judge_roster(num_hosts: int, labels: Mapping[int, str], checked: CheckedRun) -> CheckReport:
     """Name the hosts that did not join."""
     missing = [rank for rank in range(num_hosts) if rank not in labels]
-    report = CheckReport(f"{len(labels)} of {num_hosts} hosts at {checked.master_addr}:{checked.master_port}")
+    report = CheckReport(
+        f"{len(labels)} of {num_hosts} hosts joined at {checked.master_addr}:{checked.master_port}"
+    )
     if missing:
         report.error(
-            f"{list_hosts(missing)} did not come within {checked.wait_seconds:g} s",
+            f"{list_hosts(missing)} did not join within {checked.wait_seconds:g} s",
             why="a run waits for all of its hosts until --rdzv-timeout-seconds, and then fails",
             repair="start drivetrain doctor there with the same flags and its own --node-rank; its output says why "
-            f"it does not reach {checked.master_addr}:{checked.master_port}",
+            f"it cannot connect to {checked.master_addr}:{checked.master_port}",
             missing=", ".join(map(str, missing)),
         )
     return report
@@ -271,8 +273,9 @@ def judge_folder(
     if blind:
         who = ", ".join(labels[rank] for rank in blind[:_SHOWN])
         report.warning(
-            f"{who}: the folder {checked.folder} is not that of host 0",
-            why="a sharded checkpoint is written by all hosts into one folder; it would be refused, or stay in parts",
+            f"the folder {checked.folder} of host 0 does not exist on {who}",
+            why="all hosts write a sharded checkpoint into one folder; without it, saving fails, or each host keeps "
+            "its part",
             repair="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "
             "may show new files late: mount it with actimeo=1",
         )
@@ -305,7 +308,7 @@ def merge(backend: str, told: Mapping[int, Mapping[str, Any]], linked: Sequence[
     unfinished: list[tuple[int, int]] = []
     for index, rank in enumerate(linked):
         if rank not in told:
-            failures[index] = "told nothing in time"
+            failures[index] = "sent no results in time"
             continue
         failures |= {int(each): text for each, text in told[rank]["failures"].items()}
         pairs += [PairResult(**pair) for pair in told[rank]["pairs"]]

@@ -28,10 +28,11 @@ _GREETING_SECONDS = 15.0
 _GRACE_SECONDS = 15.0
 # Error of a connection -> what it says about the way to the other host.
 _MEANINGS = (
-    (socket.gaierror, "its name does not resolve; say an address, or write the name into /etc/hosts"),
+    (socket.gaierror, "its name does not resolve; give an address, or write the name into /etc/hosts"),
     (
         ConnectionRefusedError,
-        "it is there, but nothing listens: start drivetrain doctor on host 0 too, and check --master-port",
+        "the host answers, but nothing listens on the port: start drivetrain doctor on host 0 too, and check "
+        "--master-port",
     ),
     (
         TimeoutError,
@@ -96,8 +97,8 @@ class HostMeeting:
             return self._values.read(f"word/{step}")
         except DistError as failure:
             raise MeetingError(
-                f"host 0 did not tell this host, rank {self.rank}, how it goes on after {step}: host 0's doctor has "
-                f"ended, or is frozen; look at its output ({str(failure).partition(chr(10))[0][:120]})"
+                f"host 0 did not answer rank {self.rank} in the step '{step}': its doctor has ended or is frozen; "
+                f"look at its output ({str(failure).partition(chr(10))[0][:120]})"
             ) from failure
 
     def ask_clock(self, number: int) -> float:
@@ -132,7 +133,7 @@ def join(checked: CheckedRun, *, progress: Callable[[str], None]) -> HostMeeting
             if rank is not None:  # else another doctor on this host has come first
                 raise MeetingError(
                     f"the store cannot listen on port {checked.master_port} of this host "
-                    f"({str(failure).partition(chr(10))[0][:120]}); say another --master-port on every host"
+                    f"({str(failure).partition(chr(10))[0][:120]}); choose another --master-port on every host"
                 ) from failure
     if store is not None:
         rank = 0
@@ -177,5 +178,5 @@ def _reach(checked: CheckedRun, progress: Callable[[str], None]) -> TCPStore:
     except (DistError, RuntimeError, TimeoutError) as failure:
         raise MeetingError(
             f"the program at {where} is no store of torch, or is frozen: most likely another program holds the port "
-            "on host 0; say another --master-port on every host"
+            "on host 0; choose another --master-port on every host"
         ) from failure

@@ -73,13 +73,13 @@ def judge_reach(
 ) -> CheckReport:
     """Name silent hosts, hosts that no host reaches or that reach no host, then other closed ways."""
     num_open = sum(reached == "yes" for reached in ways.values())
-    report = CheckReport(f"{num_open} of {len(ways)} ways between hosts are open")
+    report = CheckReport(f"{num_open} of {len(ways)} connections between hosts work")
     for rank in silent:
         report.error(
-            f"{names[rank]} joined, and then did not answer any more",
+            f"{names[rank]} joined, and then stopped answering",
             why="every collective of a run would wait for it",
-            repair="look whether it is alive and its processes run (uptime, dmesg, ps: state T is stopped, D "
-            f"waits for a disk) on {names[rank]}",
+            repair=f"check on {names[rank]} that it is alive and its processes run: uptime, dmesg, ps (state T is "
+            "stopped, D waits for a disk)",
         )
     answered = {way: reached for way, reached in ways.items() if way[1] not in silent}
     bad = {way: reached for way, reached in sorted(answered.items()) if reached != "yes"}
@@ -88,14 +88,14 @@ def judge_reach(
     for rank in closed:
         how = next(reached for way, reached in bad.items() if way[1] == rank)
         report.error(
-            f"no other host reaches {names[rank]} on a port that its system chose ({how})",
+            f"no other host can connect to {names[rank]} on an ephemeral port ({how})",
             why="gloo and NCCL connect on such ports, besides that of the rendezvous: the process group waits "
             "until its timeout",
             repair=_open_command(names[rank]),
         )
     for rank in mute:
         report.error(
-            f"{names[rank]} reaches no other host, though others reach each other",
+            f"{names[rank]} can connect to no other host, while the others connect to each other",
             why="gloo and NCCL connect in both directions",
             repair=f"allow outgoing connections on {names[rank]}: iptables -L OUTPUT -n, or its security "
             "group's rules",
@@ -103,7 +103,7 @@ def judge_reach(
     single = [(way, how) for way, how in bad.items() if way[1] not in closed and way[0] not in mute]
     for (one, other), how in single[:_SHOWN]:
         report.error(
-            f"{names[one]} does not reach {names[other]} ({how})",
+            f"{names[one]} cannot connect to {names[other]} ({how})",
             why="gloo and NCCL connect in both directions: the process group waits until its timeout",
             repair=_open_command(names[other], source=names[one]),
         )

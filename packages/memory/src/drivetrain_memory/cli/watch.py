@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 
-from drivetrain_memory.cli.live_table import LiveTable
+from drivetrain_memory.cli.live_line import LiveLine
 from drivetrain_memory.peaks.process_peak import read_high_water
 from drivetrain_memory.report.page import write_page
 from drivetrain_memory.report.quantities import bytes_text, seconds_text
@@ -70,11 +69,11 @@ def run(arguments: WatchArguments) -> int:
     with _forward_signals(process):
         # The program owns stdout: what is shown here goes beside it.
         try:
-            watch = _Watch(arguments, process.pid, LiveTable(sys.stderr))
+            watch = _Watch(arguments, process.pid, LiveLine(sys.stderr))
             while process.poll() is None and watch.look():
                 time.sleep(arguments.interval)
             process.wait()
-            watch.end(sys.stderr)
+            watch.end()
         except OSError as error:  # of the disk: the program's exit code counts
             sys.stderr.write(f"drivetrain: warning: the watch ends here, the program goes on: {error}\n")
         code = process.wait()
@@ -84,21 +83,21 @@ def run(arguments: WatchArguments) -> int:
 def _watch_process(arguments: WatchArguments, pid: int) -> int:
     if not psutil.pid_exists(pid):
         return _fail(f"no process {pid}: `ps` lists those that run", _USAGE)
-    watch = _Watch(arguments, pid, LiveTable(sys.stdout))
+    watch = _Watch(arguments, pid, LiveLine(sys.stdout))
     try:
         while watch.look():
             time.sleep(arguments.interval)
     except KeyboardInterrupt:  # the end of the watch, not of the program
         pass
-    watch.end(sys.stdout)
+    watch.end()
     return 0
 
 
 class _Watch:
     """A watch in progress."""
 
-    def __init__(self, arguments: WatchArguments, pid: int, table: LiveTable) -> None:
-        self._folder, self._pid, self._table = Path(arguments.out), pid, table
+    def __init__(self, arguments: WatchArguments, pid: int, line: LiveLine) -> None:
+        self._folder, self._pid, self._line = Path(arguments.out), pid, line
         self._recorder = SampleRecorder(
             UsageSampler(pid), rank=0, interval_seconds=arguments.interval, file=samples_file(self._folder, 0)
         )
@@ -118,10 +117,10 @@ class _Watch:
             return False
         if not self._recorder.take():
             return False
-        self._table.show(self._recorder.newest)
+        self._line.show(self._recorder.newest, self._peak_bytes)
         return True
 
-    def end(self, stream: Any) -> None:
+    def end(self) -> None:
         """Write the summary and the page, and say where they are."""
         self._recorder.close()
         summary = self._recorder.summary(
@@ -135,7 +134,7 @@ class _Watch:
         page = write_page(
             self._folder / "memory.html", merge_summaries([summary]), title=f"Memory of process {self._pid}"
         )
-        stream.write(f"{summary_text(summary)}\n{page}\n")
+        self._line.end(f"{summary_text(summary)}\n{page}")
 
 
 def summary_text(summary: RankSummary) -> str:

@@ -7,9 +7,11 @@ from html import escape
 
 from drivetrain_memory.report.quantities import bytes_text, highest, seconds_text
 
-_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d", "#bab0ac")
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _STRIP = 920, 190, 76, 10, 24, 18
-_LIMIT_COLOUR = "#c0392b"
+# Okabe and Ito's colours, which colour-blind people tell apart too. Those of lines are no colours of areas, since a
+# phase is drawn below a line; all are seen on a light and on a dark page.
+LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "currentColor")
+AREA_COLOURS = ("#56b4e9", "#e69f00", "#cc79a7", "#f0e442", "#882255", "#ddddaa")
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _STRIP = 920, 140, 76, 10, 24, 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +23,9 @@ class Line:
     is_limit: bool = False
 
 
-def colour_of(index: int) -> str:
-    """Return the colour of a line or phase by its place in the legend."""
-    return _COLOURS[index % len(_COLOURS)]
+def area_colour(index: int) -> str:
+    """Return the colour of a phase, or of a part of a bar, by its place in the legend."""
+    return AREA_COLOURS[index % len(AREA_COLOURS)]
 
 
 def line_chart(
@@ -33,25 +35,30 @@ def line_chart(
     phases: Sequence[Mapping[str, float]] = (),
     phase_names: Sequence[str] = (),
 ) -> str:
-    """Return the SVG of lines in bytes over time; lines without any number are left out.
+    """Return the SVG of lines in bytes over time; a line that is never above 0 is left out, "" if all are.
 
-    `phases` is the share of each phase in each bucket, 0 to 1, for the strip below.
+    A line keeps the colour of its place in `lines`, at most four, whichever are left out. `phases` is the share of
+    each phase in each bucket, 0 to 1, for the strip below.
     """
-    drawn = [line for line in lines if not all(map(math.isnan, line.values))]
-    num_buckets = max((len(line.values) for line in drawn), default=1)
-    most = max([1.0, *(highest(line.values) for line in drawn)])
+    drawn = [
+        (colour, line) for colour, line in zip(LINE_COLOURS, lines, strict=False) if highest(line.values)
+    ]
+    if not drawn:
+        return ""
+    num_buckets = max(len(line.values) for _, line in drawn)
+    most = max(1.0, *(highest(line.values) for _, line in drawn))
     unit = 10 ** math.floor(math.log10(most))
-    top = next(step * unit for step in (1, 2, 2.5, 4, 5, 8, 10) if step * unit >= most * 0.9999999)
+    steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
+    top = next(step * unit for step in steps if step * unit >= most * 0.9999999)
     strip = _STRIP if any(phases) else 0
     height = _TOP + _HEIGHT + strip + _BOTTOM
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img" '
-        'font-family="sans-serif" font-size="11">'
+        'font-family="sans-serif" font-size="11" fill="currentColor">'
     ]
     parts += _axes(top, bucket_seconds * num_buckets, strip)
     legend: list[tuple[str, str]] = []
-    for index, line in enumerate(drawn):
-        colour = _LIMIT_COLOUR if line.is_limit else colour_of(index)
+    for colour, line in drawn:
         dash = ' stroke-dasharray="6 4"' if line.is_limit else ""
         at_most = f"at most {bytes_text(highest(line.values))}"
         title = f"<title>{escape(line.label)}: {at_most}</title>"
@@ -67,7 +74,7 @@ def line_chart(
 
 def phase_legend(phase_names: Sequence[str]) -> str:
     """Return the HTML legend of the strips of phases."""
-    return _legend_of([(colour_of(index), name) for index, name in enumerate(phase_names)])
+    return _legend_of([(area_colour(index), name) for index, name in enumerate(phase_names)])
 
 
 def _axes(top: float, seconds: float, strip: int) -> list[str]:
@@ -75,16 +82,15 @@ def _axes(top: float, seconds: float, strip: int) -> list[str]:
     for tick in range(5):
         y = _TOP + _HEIGHT * (1 - tick / 4)
         parts.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
-            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555">{bytes_text(top * tick / 4)}</text>'
+            f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" opacity=".2"/>'
+            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{bytes_text(top * tick / 4)}</text>'
         )
     bottom = _TOP + _HEIGHT + strip + 16
     for tick in range(6):
         x = _LEFT + (_WIDTH - _LEFT) * tick / 5
         anchor = "start" if tick == 0 else "end" if tick == 5 else "middle"
         parts.append(
-            f'<text x="{x:.1f}" y="{bottom}" text-anchor="{anchor}" fill="#555">'
-            f"{seconds_text(seconds * tick / 5)}</text>"
+            f'<text x="{x:.1f}" y="{bottom}" text-anchor="{anchor}">{seconds_text(seconds * tick / 5)}</text>'
         )
     return parts
 
@@ -117,7 +123,7 @@ def _phase_strip(
                 high = (_STRIP - 4) * share
                 parts.append(
                     f'<rect x="{_LEFT + index * width:.2f}" y="{y:.2f}" width="{width:.2f}" height="{high:.2f}" '
-                    f'fill="{colour_of(phase_names.index(name))}"><title>{escape(name)}: {share:.0%}</title></rect>'
+                    f'fill="{area_colour(phase_names.index(name))}"><title>{escape(name)}: {share:.0%}</title></rect>'
                 )
                 y += high
     return parts

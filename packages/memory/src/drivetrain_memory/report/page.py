@@ -1,38 +1,39 @@
 """An HTML page of a run's memory, which needs no other file and no network; it runs no script."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
 from drivetrain_memory.breakdown.memory_shares import KINDS, REST, MemoryBreakdown
-from drivetrain_memory.report.chart import Line, colour_of, line_chart, phase_legend
+from drivetrain_memory.report.chart import Line, area_colour, line_chart, phase_legend
 from drivetrain_memory.report.quantities import bytes_text, highest, number_text, seconds_text
 from drivetrain_memory.tracker.rank_summary import RankSummary, RunMemory
 
 _MOST_CHARTS = 16  # ranks whose time line is drawn; tables hold all
 _MOST_MODULES = 40
-_HOST_LINES = {
+_PROCESS_LINES = {
     "host/resident_bytes": "resident",
     "host/proportional_bytes": "proportional (shared pages divided)",
     "children/resident_bytes": "children",
     "host/pinned_bytes": "pinned",
-    "cgroup/held_bytes": "control group, without droppable cache",
-    "cgroup/cache_bytes": "page cache of the control group",
 }
-_LIMIT = "cgroup/limit_bytes"
+_DEVICE_LINES = {"allocated_bytes": "tensors", "reserved_bytes": "reserved", "used_bytes": "all processes"}
+_HELD, _CACHE, _LIMIT = "cgroup/held_bytes", "cgroup/cache_bytes", "cgroup/limit_bytes"
 # A browser obeys this even if a value were not escaped: nothing is fetched, no script runs.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = """
-body { font: 14px/1.45 sans-serif; color: #222; max-width: 960px; margin: 2em auto; padding: 0 1em; }
+:root { color-scheme: light dark; }
+body { font: 14px/1.45 sans-serif; background: Canvas; color: CanvasText; max-width: 960px;
+margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; } h3 { font-size: 1em; margin-bottom: .2em; }
-table { border-collapse: collapse; } td, th { padding: .2em .7em; border-bottom: 1px solid #ddd; text-align: right; }
+table { border-collapse: collapse; } td, th { padding: .2em .7em; border-bottom: 1px solid #8886; text-align: right; }
 td:first-child, th:first-child { text-align: left; } .scroll { overflow-x: auto; }
 svg { max-width: 100%; height: auto; }
 .legend span { margin-right: 1.2em; white-space: nowrap; } .legend i { display: inline-block; width: .8em;
 height: .8em; margin-right: .4em; border-radius: 2px; } .bar { display: flex; height: 22px; border-radius: 3px;
-overflow: hidden; margin: .3em 0; } .note { color: #666; }
+overflow: hidden; margin: .3em 0; } .note { opacity: .75; }
 """
 
 
@@ -92,44 +93,39 @@ def write_page(file: str | Path, run: RunMemory, *, title: str = "Memory of a ru
 
 
 def _time_lines(run: RunMemory, phases: Sequence[str]) -> Iterable[str]:
-    labels = {"allocated_bytes": "tensors", "reserved_bytes": "reserved", "used_bytes": "all processes"}
+    """Yield a chart for each subject of a rank, since its sizes may be a hundred times those of another."""
     by_peak = sorted(run.ranks, key=lambda rank: -rank.host_peak_bytes)[:_MOST_CHARTS]
     for rank in [rank for rank in run.ranks if rank in by_peak]:
-        yield f"<h3>Rank {rank.rank} on {escape(rank.host)}: host</h3>"
-        yield _chart(rank, _host_lines(rank), phases)
+        yield from _chart(rank, f"process on {rank.host}", _PROCESS_LINES, phases)
         columns = [name for name in rank.timeline.columns if name.endswith(("ated_bytes", "used_bytes"))]
         for device in dict.fromkeys(name.rpartition("/")[0] for name in columns):
-            model = f" ({escape(rank.models[device])})" if device in rank.models else ""
-            yield f"<h3>Rank {rank.rank}: {escape(device)}{model}</h3>"
-            values = {
-                label: rank.timeline.values.get(f"{device}/{name}", ()) for name, label in labels.items()
-            }
-            yield _chart(
-                rank, [Line(label=label, values=of_label) for label, of_label in values.items()], phases
-            )
+            model = f" ({rank.models[device]})" if device in rank.models else ""
+            lines = {f"{device}/{name}": label for name, label in _DEVICE_LINES.items()}
+            yield from _chart(rank, f"{device}{model}", lines, phases)
+        values = rank.timeline.values
+        # A limit far above what is held would press its line to the ground.
+        is_near = highest(values.get(_LIMIT, ()), default=math.inf) < 4 * highest(values.get(_HELD, ()))
+        limit = {_LIMIT: "limit"} if is_near else {}
+        yield from _chart(rank, "control group", {_HELD: "held, without droppable cache", **limit})
+        yield from _chart(rank, "page cache of the control group", {_CACHE: "page cache"})
     if len(run.ranks) > _MOST_CHARTS:
         yield f'<p class="note">The {_MOST_CHARTS} ranks with the highest peaks are drawn; the tables hold all.</p>'
 
 
-def _chart(rank: RankSummary, lines: Sequence[Line], phases: Sequence[str]) -> str:
+def _chart(
+    rank: RankSummary, title: str, labels: Mapping[str, str], phases: Sequence[str] = ()
+) -> Iterable[str]:
+    """Yield the heading and the chart of a rank's columns; nothing if no column is above 0."""
     timeline = rank.timeline
-    return line_chart(
-        lines, bucket_seconds=timeline.bucket_seconds, phases=timeline.phases, phase_names=phases
-    )
-
-
-def _host_lines(rank: RankSummary) -> list[Line]:
-    values = rank.timeline.values
     lines = [
-        Line(label=label, values=values[name])
-        for name, label in _HOST_LINES.items()
-        if any(value > 0 for value in values.get(name, ()))
+        Line(label=label, values=timeline.values.get(name, ()), is_limit=name == _LIMIT)
+        for name, label in labels.items()
     ]
-    # A limit far above all else would press the lines to the ground.
-    most = max((highest(line.values) for line in lines), default=0.0)
-    if highest(values.get(_LIMIT, ()), default=math.inf) < 4 * most:
-        lines.append(Line(label="limit of the control group", values=values[_LIMIT], is_limit=True))
-    return lines
+    strip = timeline.phases if phases else ()
+    seconds = timeline.bucket_seconds
+    if chart := line_chart(lines, bucket_seconds=seconds, phases=strip, phase_names=phases):
+        yield f"<h3>Rank {rank.rank}: {escape(title)}</h3>"
+        yield chart
 
 
 def _peaks(run: RunMemory) -> str:
@@ -140,7 +136,7 @@ def _peaks(run: RunMemory) -> str:
             bytes_text(rank.host_peak_bytes),
             rank.host_source,
             _format_peak(rank, "children/resident_bytes"),
-            _format_peak(rank, "cgroup/held_bytes"),
+            _format_peak(rank, _HELD),
             _format_peak(rank, _LIMIT),
             *(bytes_text(rank.device_peaks.get(device, math.nan)) for device in devices),
         ]
@@ -178,7 +174,7 @@ def _breakdown(breakdown: MemoryBreakdown) -> Iterable[str]:
             continue
         yield f"<h3>{escape(device)}: {bytes_text(total)}</h3>"
         bars = [
-            f'<div style="width:{100 * held.get(kind, 0) / total:.2f}%;background:{colour_of(index)}" '
+            f'<div style="width:{100 * held.get(kind, 0) / total:.2f}%;background:{area_colour(index)}" '
             f'title="{kind.replace("_", " ")} {bytes_text(held.get(kind, 0))}"></div>'
             for index, kind in enumerate(kinds)
         ]

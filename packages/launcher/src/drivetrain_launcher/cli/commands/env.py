@@ -1,6 +1,7 @@
 """Show versions, devices, and every setting."""
 
 import json
+import os
 import platform
 import sys
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from drivetrain_messages import argument, format_table
 
 TOPIC = "Set up"  # in `drivetrain --help`
 
+_LIBRARIES = ("deepspeed", "transformers")
+_SHOWN = ("drivetrain", *_LIBRARIES)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvArguments:
@@ -28,18 +32,12 @@ class EnvArguments:
 
 def run(arguments: EnvArguments) -> int:
     """Show versions, devices, and every setting with its source."""
-    from importlib.metadata import distributions
-
     from drivetrain_state import describe_environment
 
-    versions = {
-        each.name: each.version
-        for each in sorted(distributions(), key=lambda each: each.name)
-        if each.name == "torch" or each.name.partition("-")[0] == "drivetrain"
-    }
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     report: dict[str, Any] = {
-        "versions": {"python": platform.python_version(), "platform": platform.platform(), **versions},
-        "devices": describe_environment().splitlines(),
+        "versions": {"python": platform.python_version(), "platform": platform.platform(), **_versions()},
+        "devices": [*describe_environment().splitlines(), f"CPU cores: {usable} of {os.cpu_count()} usable"],
         "settings_files": _settings_files(arguments.layers),
         "settings": {},
     }
@@ -53,21 +51,53 @@ def run(arguments: EnvArguments) -> int:
             }
             for spec in specs(kind, section)
         }
-    if arguments.json:
-        sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
-        return 0
-    lines = [f"{name} {version}" for name, version in report["versions"].items()]
-    lines += ["", "devices", *(f"  {line}" for line in report["devices"])]
+    sys.stdout.write(f"{json.dumps(report, indent=2) if arguments.json else _text(report)}\n")
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of torch, of what it was built with, and of the packages that matter to a run, by name."""
+    from importlib.metadata import distributions
+
+    import torch.cuda.nccl
+
+    installed = {each.name: each.version for each in distributions() if each.name.partition("-")[0] in _SHOWN}
+    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    has_nccl = torch.distributed.is_nccl_available()
+    return {
+        "torch": torch.__version__,
+        "torch built for": next((f"{kind} {text}" for kind, text in kinds.items() if text), "the CPU alone"),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not in this build of torch",
+        **dict.fromkeys(_LIBRARIES, "not installed"),
+        **dict(sorted(installed.items())),
+    }
+
+
+def _text(report: dict[str, Any]) -> str:
+    """Return the report for people: what was set comes first, and packages of one version are one line."""
+    versions: dict[str, str] = report["versions"]
+    own = {name: version for name, version in versions.items() if name.partition("-")[0] == "drivetrain"}
+    if len(set(own.values())) == 1:
+        versions = {name: version for name, version in versions.items() if name not in own}
+        versions["drivetrain"] = f"{next(iter(own.values()))}, all {len(own)} packages"
+    lines = [format_table(list(versions.items())), "", "devices"]
+    lines += [f"  {line}" for line in report["devices"]]
     lines += ["", "settings files, of which the first is used"]
     lines += [f"  {path}: {state}" for path, state in report["settings_files"].items()]
+    chosen: list[tuple[str, str, str]] = []
+    defaults: list[str] = []
     for section, settings in report["settings"].items():
-        rows = [
-            (name, json.dumps(setting["value"]), str(Source(setting["source"], setting["where"])))
-            for name, setting in settings.items()
-        ]
-        lines += ["", section, format_table(rows, indent="  ")]
-    sys.stdout.write("\n".join([*lines, ""]))
-    return 0
+        rows: list[tuple[str, str]] = []
+        for name, setting in settings.items():
+            value, source = json.dumps(setting["value"]), str(Source(setting["source"], setting["where"]))
+            if source == "default":
+                rows.append((name, value))
+            else:
+                chosen.append((f"{section}.{name}", value, source))
+        defaults += ["", section, format_table(rows, indent="  ")] if rows else []
+    table = format_table(chosen, indent="  ") if chosen else "  none"
+    lines += ["", "settings that are not the default", table, "", "settings that are the default, by section"]
+    return "\n".join([*lines, *defaults])
 
 
 def _settings_files(layers: Layers) -> dict[str, str]:

@@ -40,7 +40,7 @@ export function drawAxes(context, width, height, xScale, yScale, axis, format) {
   context.textAlign = "right";
   context.textBaseline = "middle";
   const ticks = yScale.isLogarithmic ? logarithmicTicks : linearTicks;
-  for (const tick of ticks(yScale.low, yScale.high, Math.max(2, height / 48))) {
+  for (const tick of ticks(yScale.low, yScale.high, Math.max(3, height / 40))) {
     const y = Math.round(yScale.toPixel(tick)) + 0.5;
     if (y < MARGIN.top - 1 || y > height - MARGIN.bottom + 1) continue;
     line(context, MARGIN.left, y, width - MARGIN.right, y);
