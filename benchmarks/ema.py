@@ -47,6 +47,31 @@ def timed(step: Callable[[], object]) -> Callable[[], float]:
     return turn
 
 
+def lightnings(model: Any) -> Callable[[Any], None]:
+    """Return what updates Lightning's average, as its Trainer calls it after a batch."""
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.callbacks import EMAWeightAveraging
+
+    class Counting(Trainer):
+        num_steps = 0
+
+        @property
+        def global_step(self) -> int:
+            return self.num_steps
+
+    module: Any = LightningModule()
+    module.model = model
+    trainer = Counting(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+    callback = EMAWeightAveraging(decay=DECAY)
+    callback.setup(trainer, module, "fit")
+
+    def update(_: Any) -> None:
+        trainer.num_steps += 1
+        callback.on_train_batch_end(trainer, module, None, None, trainer.num_steps - 1)
+
+    return update
+
+
 def contestants() -> dict[str, Callable[[], float]]:
     """What a step does, by contestant."""
     found: dict[str, Callable[[], float]] = {}
@@ -70,29 +95,6 @@ def contestants() -> dict[str, Callable[[], float]]:
         from pytorch_accelerated.utils import ModelEma
 
         return ModelEma(model, decay=DECAY).update
-
-    def lightnings(model: Any) -> Callable[[Any], None]:
-        from pytorch_lightning import LightningModule, Trainer
-        from pytorch_lightning.callbacks import EMAWeightAveraging
-
-        class Counting(Trainer):
-            num_steps = 0
-
-            @property
-            def global_step(self) -> int:
-                return self.num_steps
-
-        module: Any = LightningModule()
-        module.model = model
-        trainer = Counting(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
-        callback = EMAWeightAveraging(decay=DECAY)
-        callback.setup(trainer, module, "fit")
-
-        def update(_: Any) -> None:
-            trainer.num_steps += 1
-            callback.on_train_batch_end(trainer, module, None, None, trainer.num_steps - 1)
-
-        return update
 
     accelerator = Accelerator(cpu=True, backend="single", sections={"run": {"show_plan": False}})
     model = model_of()

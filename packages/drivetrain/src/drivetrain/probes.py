@@ -222,7 +222,7 @@ def _step(accelerator: Accelerator, model: nn.Module, batches: Iterator[Any], lo
         losses.append(accelerator.train_step(batch, loss=loss, model=model).loss)
         if accelerator.sync_gradients:
             break
-    return float(reduce(accelerator.context, torch.stack(losses).mean(), op="mean"))
+    return float(reduce(accelerator.context, torch.stack(losses).mean(), op="mean", over="reads"))
 
 
 def _squared_norm(

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from drivetrain.accelerator.loop_words import LoopWords
 from drivetrain.parts.checkpointers import Checkpointers
+from drivetrain.parts.loop_words import LoopWords
 from drivetrain.parts.open_backend import AUTO, OpenBackend, leaves_open
 from drivetrain.parts.parts import Parts
 from drivetrain.parts.prepared import PreparedObjects
@@ -146,9 +146,7 @@ def _build(
         trackers=TrackerGroup([*named, *trackers], is_main=is_main, settings=given.tracking),
     )
     if is_main:
-        # An empty log_with in code, a file or the environment is meant.
-        is_meant = given.resolved["run"].sources["log_with"].kind != "default"
-        parts.words = LoopWords(parts.prepared, window, reading, shard, keeps_logs=is_meant or bool(trackers))
+        _add_words(parts, window)
     if given.tracking.measures_throughput:
         _add_watch(parts, given.tracking)
     if policy.recipe is not None:
@@ -162,6 +160,14 @@ def _build(
             on_chosen=partial(_tell_settings, parts, given, registry),
         )
     return parts
+
+
+def _add_words(parts: Parts, window: AccumulationWindow) -> None:
+    """Add the words about the loop."""
+    # An empty log_with in code, a file or the environment is meant.
+    is_meant = parts.resolved["run"].sources["log_with"].kind != "default"
+    keeps_logs = is_meant or bool(parts.trackers.names)
+    parts.words = LoopWords(parts.prepared, window, parts.reading, parts.shard, keeps_logs=keeps_logs)
 
 
 def _add_watch(parts: Parts, settings: TrackingSettings) -> None:

@@ -6,6 +6,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from drivetrain.parts.checkpointers import Checkpointers
+from drivetrain.parts.loop_words import LoopWords
 from drivetrain.parts.open_backend import OpenBackend
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain.settings import RunSettings
@@ -18,7 +19,6 @@ from drivetrain_state import Context
 from drivetrain_tracking import TrackerGroup
 
 if TYPE_CHECKING:  # imported where a run needs them: most neither train in fp8 nor measure steps
-    from drivetrain.accelerator.loop_words import LoopWords
     from drivetrain.fp8.fp8_training import Fp8Training
     from drivetrain_throughput.step_watch import StepWatch
 
@@ -60,7 +60,7 @@ class Parts:
     reading: LoaderTracker
     checkpointers: Checkpointers
     trackers: TrackerGroup
-    words: "LoopWords | None" = None
+    words: LoopWords | None = None
     watch: "StepWatch | None" = None
     fp8: "Fp8Training | None" = None
     facts: dict[str, str] = field(default_factory=dict[str, str])
