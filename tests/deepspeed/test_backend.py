@@ -298,7 +298,7 @@ def test_an_export_of_fp32_weights_by_deepspeeds_tool_is_what_our_state_holds(
 @pytest.mark.ranks(1)
 def test_a_start_that_fails_leaves_models_and_optimizers_to_be_prepared_again() -> None:
     """An engine that DeepSpeed refuses to start, after one of the same call was started; then both, and a step."""
-    with backend(stage=2, activation_checkpointing="full", blocks=("Linear",)) as one:
+    with backend(stage=2) as one:
         first, model = nn.Sequential(nn.Linear(3, 1)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         optimizers = [
             SGD(first.parameters(), lr=1.0),

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ class DeepSpeedContract(BackendContract):
     trains_models_together = False
 
 
-def check(stage: int, offload: bool, checkpointing: Any = "none") -> None:
+def check(stage: int, offload: bool) -> None:
     """Run every check."""
     where = "cpu" if offload else None
 
@@ -23,8 +21,6 @@ def check(stage: int, offload: bool, checkpointing: Any = "none") -> None:
         modes = ("no",) if stage == 0 else ("no", "bf16")  # DeepSpeed has no fp16 on the CPU
         settings = DeepSpeedSettings(
             stage=stage,
-            activation_checkpointing=checkpointing,
-            blocks=("Linear",),
             offload_optimizer=where,
             offload_param=where if stage == 3 else None,
             config={"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else None,

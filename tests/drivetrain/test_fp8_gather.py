@@ -39,7 +39,7 @@ def rows() -> Tensor:
 
 def make(*, all_gather: bool = True, **kwargs: Any) -> Accelerator:
     section = {"wrap": ["Block"], **kwargs.pop("fsdp", {})}
-    sections = {"run": {"show_plan": False}, "fsdp": section}
+    sections = {"run": {"show_plan": False}, "fsdp": section, "model": kwargs.pop("model", {})}
     options: dict[str, Any] = {"cpu": True, "mixed_precision": "fp8", "backend": "fsdp", **kwargs}
     recipe = TorchaoRecipe(all_gather=all_gather, layers=ALL)
     return Accelerator(
@@ -139,9 +139,9 @@ def test_a_model_that_is_loaded_after_a_step_has_the_loss_of_a_new_one(tmp_path:
     assert losses[1] == losses[0] > 100
 
 
-def gradients(*, all_gather: bool, swaps: bool, fsdp: dict[str, Any]) -> list[float]:
+def gradients(*, all_gather: bool, swaps: bool = False, **sections: Any) -> list[float]:
     """The norms of a window's gradients; with `swaps`, other weights are evaluated between forward and backward."""
-    with make(all_gather=all_gather, fsdp=fsdp, gradient_accumulation_steps=2) as accelerator:
+    with make(all_gather=all_gather, gradient_accumulation_steps=2, **sections) as accelerator:
         model = net()
         model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.0))
         found: list[float] = []
@@ -168,15 +168,15 @@ def gradients(*, all_gather: bool, swaps: bool, fsdp: dict[str, Any]) -> list[fl
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.default_cases("shard_grad_op-none")
 def test_backwards_gather_what_their_forwards_gathered(strategy: str, checkpointing: str) -> None:
-    fsdp = {"strategy": strategy, "activation_checkpointing": checkpointing}
-    expected = gradients(all_gather=False, swaps=False, fsdp=fsdp)
+    sections = {"fsdp": {"strategy": strategy}, "model": {"activation_checkpointing": checkpointing}}
+    expected = gradients(all_gather=False, **sections)
     assert len(expected) == 2
-    assert gradients(all_gather=True, swaps=False, fsdp=fsdp) == pytest.approx(expected, rel=0.05)
+    assert gradients(all_gather=True, **sections) == pytest.approx(expected, rel=0.05)
 
 
 def test_weights_that_are_swapped_for_an_evaluation_before_the_backward_keep_their_gradients() -> None:
-    plain = gradients(all_gather=True, swaps=False, fsdp={})
-    assert gradients(all_gather=True, swaps=True, fsdp={}) == pytest.approx(plain, rel=1e-4)
+    plain = gradients(all_gather=True)
+    assert gradients(all_gather=True, swaps=True) == pytest.approx(plain, rel=1e-4)
 
 
 def released(mode: str, *, all_gather: bool) -> tuple[Tensor, nn.Sequential]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
+from drivetrain_backends.settings import ModelSettings
 from hardware.devices import OnDevice, here
 
 # What compiles on each kind; inductor has no code for the simulated device.
@@ -55,9 +56,14 @@ def losses(
     drops: bool = False,
     again: bool = False,
     whole: bool = False,
+    changes: ModelSettings | None = None,
 ) -> list[float]:
     """Train four steps; the losses."""
-    sections = {"run": {"show_plan": False}, **({"fsdp": options} if backend == "fsdp" else {})}
+    sections = {
+        "run": {"show_plan": False},
+        "model": changes or ModelSettings(),
+        **({"fsdp": options} if backend == "fsdp" else {}),
+    }
     accelerator = Accelerator(backend=backend, mixed_precision=mode, seed=7, sections=sections)
     torch.manual_seed(0)
     model: nn.Module = Model(drops=drops, again=again)
@@ -90,8 +96,8 @@ def compare_compiled(backend: str) -> None:
         counters.clear()
         found = {"whole": losses(backend, mode, blocks, whole=True)}
         if backend == "fsdp":
-            by_block = {**blocks, "compile_regions": True, "compile_backend": COMPILERS[here().name]}
-            found["by block"] = losses(backend, mode, by_block)
+            by_block = ModelSettings(compile="blocks", compile_backend=COMPILERS[here().name])
+            found["by block"] = losses(backend, mode, blocks, changes=by_block)
         assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
         for name, values in found.items():
             assert values == pytest.approx(expected, rel=tolerance), f"{name} in {mode}"
@@ -103,7 +109,8 @@ def compare_computed_again(backend: str) -> None:
     found = {"in the model": plain({"wrap": ["Block"]}, again=True)}
     if backend == "fsdp":
         for which in ("full", "selective"):
-            found[which] = plain({"wrap": ["Block"], "activation_checkpointing": which})
+            changes = ModelSettings(activation_checkpointing=which)
+            found[which] = plain({"wrap": ["Block"]}, changes=changes)
     for name, values in found.items():
         assert values == pytest.approx(expected, rel=1e-6), name
 

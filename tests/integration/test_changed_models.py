@@ -89,25 +89,18 @@ def test_two_accelerators_change_a_model_in_a_row() -> None:
         accelerator.end_training()
 
 
-def test_blocks_are_named_by_their_class() -> None:
+@pytest.mark.parametrize("blocks", ["Linear", "layers.*.0"])
+def test_blocks_are_named_by_their_class_or_by_a_pattern_of_their_names(blocks: str) -> None:
     model = model_of()
     with pytest.raises(
-        ValueError, match=r"model\.blocks=Attention: no model has a module of that class.*Linear"
+        ValueError,
+        match=r"model\.blocks=Attention: no model has a module with parameters of .*Linear",
     ):
         start("single", RECOMPUTED | {"blocks": ("Attention",)}, model)
-    accelerator, *_ = start("single", RECOMPUTED | {"blocks": ("Linear",)}, model)
+    accelerator, *_ = start("single", RECOMPUTED | {"blocks": (blocks,)}, model)
     kinds = {name: checkpointing_of(model.get_submodule(name)) for name in ("layers.0", "layers.0.0")}
     assert kinds == {"layers.0": "none", "layers.0.0": "full"}
     accelerator.end_training()
-
-
-def test_blocks_that_are_recomputed_twice_are_refused() -> None:
-    sections = {"model": RECOMPUTED, "fsdp": RECOMPUTED}
-    with (
-        accelerator_of("fsdp", sections=sections) as accelerator,
-        pytest.raises(ValueError, match="already checkpoints its activations"),
-    ):
-        accelerator.prepare(model_of())
 
 
 @pytest.mark.filterwarnings(

@@ -86,7 +86,7 @@ def test_a_command_that_is_a_group_too_has_both(typed: Type) -> None:
 
 
 def test_a_flag_of_an_installed_package_is_completed(typed: Type) -> None:
-    typed("drivetrain launch --fsdp-activation-check\t@").wait_for("--fsdp-activation-checkpointing @")
+    typed("drivetrain launch --model-activation-check\t@").wait_for("--model-activation-checkpointing @")
 
 
 def test_the_values_of_a_flag_are_completed(typed: Type) -> None:

@@ -81,7 +81,8 @@ def test_arrow_keys_and_enter_choose_and_what_is_chosen_raises_its_questions(
     assert written(tmp_path) == {
         "launch": {"num_processes": 2, "num_nodes": 1},
         "run": {"backend": "fsdp", "gradient_accumulation_steps": 4},
-        "fsdp": {"strategy": "full_shard", "offload": False, "activation_checkpointing": "none"},
+        "fsdp": {"strategy": "full_shard", "offload": False},
+        "model": {"activation_checkpointing": "none"},
         "state": {"device": "cpu"},
     }
     assert "# Why: given by --state-device." in (tmp_path / "drivetrain.yaml").read_text()

@@ -41,7 +41,7 @@ def said(*tokens: str) -> dict[str, Any]:
         ("--fsdp_auto_wrap_policy NO_WRAP", {"fsdp.wrap": ()}),
         ("--fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 2000", {"fsdp.min_num_params": 2000}),
         ("--fsdp-min-num-params 2000", {"fsdp.min_num_params": 2000}),
-        ("--fsdp-activation-checkpointing selective", {"fsdp.activation_checkpointing": "selective"}),
+        ("--model-activation-checkpointing selective", {"model.activation_checkpointing": "selective"}),
         ("--fsdp_backward_prefetch BACKWARD_PRE --fsdp_use_orig_params true", {}),
         ("--fsdp_state_dict_type SHARDED_STATE_DICT --fsdp_sync_module_states true", {}),
         ("--zero_stage 3", {"deepspeed.stage": 3}),

@@ -259,7 +259,7 @@ def recomputed(kind: str) -> list[Tensor]:
     """The weights after some steps with dropout, with or without recomputation."""
     with Accelerator(
         cpu=True, backend="fsdp", parallelism=ParallelDims(pipeline=2), seed=0,
-        sections={"fsdp": {"strategy": "no_shard", "activation_checkpointing": kind}},
+        sections={"fsdp": {"strategy": "no_shard"}, "model": {"activation_checkpointing": kind}},
     ) as accelerator:  # fmt: skip
         model = build(0.5)
         model, _ = accelerator.prepare(model, optimizer_of(model))

@@ -16,9 +16,9 @@ READ_ALWAYS = {
     "checkpoint": "directory",
     "ddp": "reduce static_graph broadcast_buffers sync_batch_norm communication_hook check_drift_every",
     "deepspeed": "config stage offload_optimizer offload_param reduce_bucket_size allgather_bucket_size overlap_comm "
-    "grad_accum_dtype communication_data_type activation_checkpointing",
+    "grad_accum_dtype communication_data_type",
     "fsdp": "strategy shard_size wrap min_num_params upcast broadcast_buffers check_optimizers offload pin_memory "
-    "prefetch activation_checkpointing compile_regions",
+    "prefetch",
     "megatron": "find_unused_parameters bucket_size_mb check_drift_every",
     "model": "activation_checkpointing compile",
     "parallel": "data shard context tensor pipeline expert",
@@ -53,7 +53,6 @@ CASES = [
     ("ddp", {"ddp": {"communication_hook": "bf16", "power_sgd_rank": 4}}, "communication_hook=power_sgd"),
     ("ddp", {"ddp": {"reduce": "at_close", "bucket_size_mb": 50.0}}, "reduce!=at_close"),
     ("ddp", {"ddp": {"reduce": "at_close", "find_unused_parameters": True}}, "reduce!=at_close"),
-    ("fsdp", {"fsdp": {"compile_backend": "eager"}}, "fsdp.compile_regions"),
     (None, {"precision": {"initial_scale": 4.0}}, "run.mixed_precision=fp16"),
     (
         None,

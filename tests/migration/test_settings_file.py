@@ -75,11 +75,11 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         SHARDED,
         {
             "fsdp": {
-                "activation_checkpointing": "none",
                 "offload": False,
                 "strategy": "shard_grad_op",
                 "wrap": "LlamaDecoderLayer",
             },
+            "model": {"activation_checkpointing": "none"},
             "run": {"backend": "fsdp", "mixed_precision": "bf16"},
         },
     ),

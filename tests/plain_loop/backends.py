@@ -19,6 +19,8 @@ from drivetrain_backends import (
     SingleBackend,
 )
 from drivetrain_backends.gradients.accumulation import NonFiniteGradients
+from drivetrain_backends.modules.block_changes import BlockChanges
+from drivetrain_backends.settings import ModelSettings
 from drivetrain_backends.state_dict.full_tensors import full_tensor
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
@@ -44,14 +46,28 @@ def backend_of(
     accumulation: int = 1,
     precision: PrecisionSettings | None = None,
     nonfinite_gradients: NonFiniteGradients = "ignore",
+    changes: ModelSettings | None = None,
     **settings: Any,
 ) -> Any:
-    """Return a backend by its kind, with the settings of its section."""
+    """Return a backend by its kind, with the settings of its section; `changes` are made in its models."""
     made, section = KINDS[kind]
     where = context(needs_group=kind != "single")
     window = AccumulationWindow(accumulation, nonfinite_gradients=nonfinite_gradients)
     policy = choose_policy(mode, where.device, precision)
-    return made(where, policy, window=window, settings=None if section is None else section(**settings))
+    backend = made(where, policy, window=window, settings=None if section is None else section(**settings))
+    return backend if changes is None else changing(backend, changes)
+
+
+def changing(backend: Any, settings: ModelSettings) -> Any:
+    """Make changes in the models that a backend prepares, as a run does."""
+    prepare, changes = backend.prepare, BlockChanges(settings)
+
+    def prepare_changed(models: Sequence[nn.Module], *others: Any) -> Any:
+        changes.apply(models)
+        return prepare(models, *others)
+
+    backend.prepare = prepare_changed
+    return backend
 
 
 def single(mode: str = "no", **options: Any) -> SingleBackend:

@@ -10,12 +10,7 @@ from drivetrain_plan import PlanChoice, pins_of
     [
         ("fsdp", {}, {}),
         ("fsdp", {"offload": True, "prefetch": 2}, {"offload": "host"}),
-        (
-            "fsdp",
-            {"offload": False, "activation_checkpointing": "full"},
-            {"offload": "none", "checkpointing": "full"},
-        ),
-        ("fsdp", {"activation_checkpointing": "selective"}, {"checkpointing": "selective"}),
+        ("fsdp", {"offload": False}, {"offload": "none"}),
         ("deepspeed", {"offload_optimizer": "cpu", "offload_param": "none"}, {"offload": "host"}),
         ("deepspeed", {"offload_optimizer": "cpu", "offload_param": "nvme"}, {"offload": "nvme"}),
         ("deepspeed", {"offload_optimizer": "none"}, {"offload": "none"}),

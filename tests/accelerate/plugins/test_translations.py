@@ -99,10 +99,10 @@ def test_every_field_is_translated_or_refused_or_without_effect_for_a_reason(kin
 
 
 def fsdp(**given: Any) -> Any:
-    """Return the whole section, which its own checks accept."""
+    """Return the whole sections, which their own checks accept, as one."""
     section: Any = translate_fsdp.fsdp_sections(Fsdp(**given))
     FSDPSettings(**section)
-    return section
+    return section | translate_fsdp.fsdp_model_section(Fsdp(**given))
 
 
 def deepspeed(**given: Any) -> Any:

@@ -10,6 +10,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from drivetrain_backends import DDPBackend, DDPSettings, FSDPBackend, FSDPSettings, SingleBackend
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.settings import ModelSettings
 from drivetrain_backends.state_dict.dtensor import local
 from drivetrain_backends.state_dict.full_tensors import full_model, load_full_state_dict
 from drivetrain_parallel import expert_counts
@@ -19,7 +20,7 @@ from drivetrain_weights.meta_init import parameters_on_meta
 from optional_modules import skip_without
 from parallel.models import WIDTH, Experts, Perceptron, Routed
 from parallel.transformers_cases import CASES
-from plain_loop.backends import context
+from plain_loop.backends import changing, context
 
 WORDS, LENGTH = 11, 6
 SCALING = PrecisionSettings(initial_scale=256.0)  # low enough that no step overflows
@@ -88,7 +89,9 @@ def prepared(
     window = AccumulationWindow(options.pop("accumulation", 2), nonfinite_gradients=nonfinite)
     policy = choose_policy(mode, where.device, options.pop("precision", None))
     made, section = BACKENDS[kind]
+    changes = options.pop("changes", ModelSettings())
     backend = made(where, policy, window=window, settings=None if section is None else section(**options))
+    backend = changing(backend, changes)
     return backend, backend.prepare([model], [optimizer], [])[0]
 
 
@@ -133,7 +136,7 @@ def divided_steps(
         return found, weights, held
 
 
-RECOMPUTED = {"activation_checkpointing": "full"}
+RECOMPUTED = {"changes": ModelSettings(activation_checkpointing="full")}
 
 
 @pytest.mark.parametrize(

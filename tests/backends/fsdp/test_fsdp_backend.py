@@ -1,5 +1,6 @@
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch._dynamo import register_backend
 
 from drivetrain_backends import AccumulationWindow, AutoValue, FSDPBackend, FSDPSettings
+from drivetrain_backends.settings import ModelSettings
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import ParallelDims, StateSettings, connect
 from plain_loop.backends import fsdp, prepare_sgd, take_step, weights
@@ -31,8 +33,6 @@ ASKED = {
     "offload": True,
     "pin_memory": False,
     "prefetch": 2,
-    "activation_checkpointing": "selective",
-    "compile_regions": True,
 }
 
 
@@ -70,7 +70,7 @@ def test_what_was_left_open_comes_with_its_reason() -> None:
     assert found["wrap"] == AutoValue(value=("Block",), reason="the modules of its lists")
     assert found["reduce_dtype"].value == "fp32"
     assert found["upcast"].value is False  # it is fp32 already
-    assert (found["offload"], found["activation_checkpointing"]) == (False, "none")
+    assert found["offload"] is False
 
 
 def be_refused(kind: str) -> None:
@@ -98,7 +98,10 @@ def be_refused(kind: str) -> None:
         ("size", r"fsdp\.shard_size=3 with 2 processes to divide: 1 x 3 is 3, not 2"),
         ("join", "join_uneven_inputs: sharded ranks wait for each other"),
         ("shared", "Sequential shares a parameter with Stack"),
-        ("class", r"fsdp\.wrap=Blok: no model has a module of that class .*; there are Block, Embedding"),
+        (
+            "class",
+            r"fsdp\.wrap=Blok: no model has a module with parameters of that class .*; there are Block, Embedding",
+        ),
         ("twice", "is prepared already"),
         ("twice after close", "Stack is prepared already"),
     ],
@@ -164,7 +167,7 @@ def test_gradients_are_averaged_in_the_dtype_that_is_said(reduce_dtype: str, mea
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.default_cases("selective")
-def test_a_block_compiles_as_one_graph_and_trains_as_before(checkpointing: str) -> None:
+def test_a_block_compiles_as_one_graph_and_trains_as_before(checkpointing: Any) -> None:
     num_calls: list[int] = []  # of each compiled graph
 
     def counting(graph: torch.fx.GraphModule, _: object) -> object:
@@ -173,9 +176,17 @@ def test_a_block_compiles_as_one_graph_and_trains_as_before(checkpointing: str) 
 
     torch.compiler.reset()
     register_backend(counting, name=(name := f"counting_{checkpointing}"))
-    options = {"activation_checkpointing": checkpointing, "compile_backend": name}
     plain, regions = (
-        run_on_ranks(ALIKE, fsdp("bf16", compile_regions=compiles, **options)) for compiles in (False, True)
+        run_on_ranks(
+            ALIKE,
+            fsdp(
+                "bf16",
+                changes=ModelSettings(
+                    activation_checkpointing=checkpointing, compile=compiled, compile_backend=name
+                ),
+            ),
+        )
+        for compiled in ("none", "blocks")
     )
     assert regions.losses == pytest.approx(plain.losses)
     assert 1 <= len(num_calls) <= 4  # once or twice for each of two blocks, not at every step

@@ -20,8 +20,7 @@ ON_TWO: list[dict[str, object]] = [
     {"strategy": "hybrid_shard", "shard_size": 1},
     {"strategy": "no_shard"},
     {"strategy": "full_shard", "offload": True},
-    {"strategy": "full_shard", "wrap": ("Linear",), "activation_checkpointing": "full"},
-    {"strategy": "shard_grad_op", "activation_checkpointing": "selective", "offload": True},
+    {"strategy": "shard_grad_op", "offload": True},
     {"strategy": "full_shard", "min_num_params": 40},
 ]
 ON_OTHERS: list[dict[str, object]] = [
@@ -29,8 +28,7 @@ ON_OTHERS: list[dict[str, object]] = [
     {"strategy": "no_shard"},
     {"strategy": "hybrid_shard", "shard_size": 1, "offload": True},
     {"strategy": "full_shard", "offload": True},
-    {"strategy": "full_shard", "wrap": ("Linear",), "activation_checkpointing": "full"},
-    {"strategy": "no_shard", "wrap": ("Linear",), "activation_checkpointing": "selective"},
+    {"strategy": "no_shard", "wrap": ("Linear",)},
 ]
 
 

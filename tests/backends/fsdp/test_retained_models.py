@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Adam
 
 from drivetrain_backends import FSDPBackend, Prepared, UnshardedParameterError
+from drivetrain_backends.settings import ModelSettings
 from plain_loop.backends import fsdp, plain_step, take_step, weights
 from plain_loop.case import Trained, train
 from plain_loop.stack import CASE, loss_of, stack, tokens
@@ -63,7 +64,9 @@ def trained(again: Again, mode: str, options: dict[str, object]) -> tuple[Traine
     ("mode", "options"),
     [
         ("no", {}),
-        pytest.param("bf16", {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+        pytest.param(
+            "bf16", {"changes": ModelSettings(activation_checkpointing="full")}, marks=pytest.mark.slow
+        ),
         pytest.param("no", {"strategy": "shard_grad_op", "prefetch": 1}, marks=pytest.mark.slow),
         pytest.param("no", {"offload": True}, marks=pytest.mark.slow),
         pytest.param("fp16", {"wrap": ("Stack",)}, marks=pytest.mark.slow),

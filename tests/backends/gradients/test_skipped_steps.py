@@ -12,6 +12,7 @@ from torch.optim import SGD
 from drivetrain_backends import (
     NonFiniteGradientError,
 )
+from drivetrain_backends.settings import ModelSettings
 from drivetrain_precision import PrecisionSettings, SkippedStepsError
 from plain_loop.backends import backend_of, prepare_sgd
 
@@ -41,8 +42,11 @@ class Net(nn.Module):
 
 
 def make(kind: str, mode: str, settings: PrecisionSettings, nonfinite: Any = "ignore") -> Any:
-    section = {"wrap": ["Block"], "activation_checkpointing": "full"} if kind == "fsdp" else {}
-    return backend_of(kind, mode, precision=settings, nonfinite_gradients=nonfinite, **section)
+    section: dict[str, Any] = {"wrap": ["Block"]} if kind == "fsdp" else {}
+    changes = ModelSettings(activation_checkpointing="full") if kind == "fsdp" else None
+    return backend_of(
+        kind, mode, precision=settings, nonfinite_gradients=nonfinite, changes=changes, **section
+    )
 
 
 def run(

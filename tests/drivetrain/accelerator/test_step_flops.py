@@ -82,8 +82,8 @@ FULL, SELECTIVE = ({"activation_checkpointing": kind} for kind in ("full", "sele
 SHARDED = {
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
-    "fsdp-full": ("fsdp", {"fsdp": FULL}),
-    "fsdp-selective": ("fsdp", {"fsdp": SELECTIVE}),
+    "fsdp-full": ("fsdp", {"model": FULL}),
+    "fsdp-selective": ("fsdp", {"model": SELECTIVE}),
 }
 
 
@@ -124,5 +124,5 @@ def test_ranks_that_divide_a_model_count_it_once(backend: str, sizes: dict[str, 
 @pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_zero_counts_what_one_process_does(stage: int) -> None:
-    sections = {"deepspeed": {"stage": stage, **FULL}}
+    sections = {"deepspeed": {"stage": stage}, "model": FULL}
     assert flops_of_a_step("deepspeed", sections, 2) == pytest.approx(in_theory(), rel=0.02)

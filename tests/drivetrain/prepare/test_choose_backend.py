@@ -107,21 +107,18 @@ def test_a_model_that_fits_nowhere_is_refused_on_all_ranks() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("said", "pinned"),
-    [
-        ({"strategy": "auto"}, "shard_grad_op"),
-        ({"strategy": "auto", "activation_checkpointing": "full"}, "shard_grad_op"),
-        ({"strategy": "auto", "activation_checkpointing": "none", "prefetch": 1}, "shard_grad_op"),
-    ],
-)
-def test_what_a_section_leaves_open_is_chosen_and_the_rest_is_kept(said: dict[str, Any], pinned: str) -> None:
-    with room_of(), accelerator_of("fsdp", sections={"fsdp": said}) as accelerator:
+@pytest.mark.parametrize(("said", "recomputes"), [({}, None), ({}, "full"), ({"prefetch": 1}, "none")])
+def test_what_a_section_leaves_open_is_chosen_and_the_rest_is_kept(
+    said: dict[str, Any], recomputes: str | None
+) -> None:
+    model = {} if recomputes is None else {"activation_checkpointing": recomputes}
+    sections = {"fsdp": {"strategy": "auto", **said}, "model": model}
+    with room_of(), accelerator_of("fsdp", sections=sections) as accelerator:
         trained(accelerator, 2)
-        assert applied(accelerator, "fsdp.strategy")[0] == pinned
-        for name, value in said.items():
-            if value != "auto":
-                assert applied(accelerator, f"fsdp.{name}")[0] == value
+        assert applied(accelerator, "fsdp.strategy")[0] == "shard_grad_op"
+        for section in ("fsdp", "model"):
+            for name, value in sections[section].items():
+                assert value == "auto" or applied(accelerator, f"{section}.{name}")[0] == value
 
 
 @pytest.mark.ranks(2)

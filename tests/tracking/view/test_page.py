@@ -85,7 +85,9 @@ def test_runs_are_shown_zoomed_compared_and_followed(browser: Browser, tmp_path:
         open_page(browser, address, num_panels=3)
         loss, throughput, memory = browser.evaluate(LABELS)
         assert loss.startswith("loss: 2 curves, step 0 to step 100, values from ")
-        assert throughput.startswith("throughput/samples_per_second: 2 curves, step 0 to step 100, values from 108.")
+        assert throughput.startswith(
+            "throughput/samples_per_second: 2 curves, step 0 to step 100, values from 108."
+        )
         assert memory.startswith(
             "memory/peak_bytes: 2 curves, step 0 to step 100, values from 2.7 GB to 3.3 GB"
         )

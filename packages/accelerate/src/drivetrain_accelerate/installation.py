@@ -228,7 +228,7 @@ _OF_BACKEND: Mapping[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("fsdp.min_num_params", "FSDP_MIN_NUM_PARAMS", str),
         ("fsdp.offload", "FSDP_OFFLOAD_PARAMS", _if_on),
         (
-            "fsdp.activation_checkpointing",
+            "model.activation_checkpointing",
             "FSDP_ACTIVATION_CHECKPOINTING",
             lambda checkpointing: _if_on(checkpointing == "full"),
         ),

@@ -22,6 +22,7 @@ class ModelSettings:
         "none",
         "Recomputation of activations in backward: full for each block, selective for all but matrix products and "
         "attention.",
+        ask="ask_activation_checkpointing",
     )
     compile: Literal["none", "blocks", "whole"] = _setting(
         "none", "What torch.compile takes as one: each block by itself, or the whole model."
@@ -29,8 +30,8 @@ class ModelSettings:
     compile_backend: str = _setting("inductor", "Backend of torch.compile.", needs="compile!=none")
     blocks: tuple[str, ...] | None = _setting(
         None,
-        "Classes of the blocks that are recomputed or compiled; unset: the model's own choice, or the modules of its "
-        "lists.",
+        "Classes of the blocks that are recomputed or compiled, or patterns of their names, such as layers.*.mlp; "
+        "unset: the model's own choice, or the modules of its lists.",
         needs="activation_checkpointing!=none or compile!=none",
     )
 
@@ -169,14 +170,6 @@ class FSDPSettings:
     prefetch: int | None = _setting(
         None, "Number of blocks to gather ahead in forward and backward; unset: torch's default."
     )
-    activation_checkpointing: Literal["none", "full", "selective"] = _setting(
-        "none",
-        "Recomputation of activations in backward: full for each block, selective for all but matrix "
-        "products and attention.",
-        ask="ask_activation_checkpointing",
-    )
-    compile_regions: bool = _setting(False, "Whether to compile each block separately with torch.compile.")
-    compile_backend: str = _setting("inductor", "Backend of torch.compile.", needs="compile_regions")
 
     def __post_init__(self) -> None:
         """Refuse a value outside its range, or two that contradict; the message begins with the field's name."""

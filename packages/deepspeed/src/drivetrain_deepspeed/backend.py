@@ -18,10 +18,8 @@ from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions, trainable_parameters
 from drivetrain_backends.gradients.tracker import GradientGroup
-from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations, restore_activations
 from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
 from drivetrain_backends.modules.model_checks import check_values
-from drivetrain_backends.modules.wrap_policy import plan_blocks
 from drivetrain_backends.optim.parameter_matching import owners, parameter_names
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.protocol import AutoValue
@@ -160,7 +158,7 @@ class DeepSpeedBackend(ComposedBackend):
                 value="skip", reason="ZeRO leaves such steps out by itself"
             )
         for engine in self._engines()[:1]:
-            found |= engine.applied() | read_back(engine.engine, self.settings)
+            found |= read_back(engine.engine, self.settings)
             if self.policy.dtypes.reduce is not None:
                 found["reduce_dtype"] = reduction_dtype(engine.engine)
         return found
@@ -268,7 +266,6 @@ class DeepSpeedBackend(ComposedBackend):
         by_engine = "optimizer" in config
         of_optimizer: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
         groups = [[names[p] for p in group["params"]] for group in of_optimizer if group["params"]]
-        blocks = [] if optimizer is None else self._checkpoint(model)
         if optimizer is not None:
             self._undo.callback(remember_groups(optimizer))
         prepare_forward(
@@ -279,8 +276,6 @@ class DeepSpeedBackend(ComposedBackend):
             uncopyable=uncopyable(model) if self.config["zero_optimization"]["stage"] == 3 else None,
         )
         with entering(self.context), ExitStack() as undo:
-            for block in blocks:
-                undo.callback(restore_activations, block)
             undo.callback(restore_forward, model)
             undo.callback(compat.release_models, [model])
             with compat.floating_first(model):
@@ -305,18 +300,7 @@ class DeepSpeedBackend(ComposedBackend):
             gradients=None if optimizer is None else self._reducer.add(engine, names),
             names=names,
             groups=groups,
-            checkpointed=blocks,
         )
-
-    def _checkpoint(self, model: nn.Module) -> list[nn.Module]:
-        """Make a model's blocks recompute their activations; return the blocks."""
-        kind = self.settings.activation_checkpointing
-        if kind == "none":
-            return []
-        plan = plan_blocks(model, self.settings.blocks, asked="deepspeed.blocks")
-        blocks = [model.get_submodule(name) for name in plan.blocks] or [model]
-        checkpoint_activations(blocks, kind)
-        return blocks
 
 
 def _find_shared_options(optimizer: Optimizer) -> dict[str, Any]:

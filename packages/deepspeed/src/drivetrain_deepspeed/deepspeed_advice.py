@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain_backends.backend_advice import ask_activation_checkpointing as ask_activation_checkpointing
-
 
 def ask_stage(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Ask for ZeRO's stage, unless a given DeepSpeed configuration sets the stage."""

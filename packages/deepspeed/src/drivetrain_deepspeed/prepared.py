@@ -1,10 +1,10 @@
 """A model whose backward, clipping and step run in a DeepSpeed engine, and the optimizer that a loop holds for it."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain_backends.composed.prepared import OPEN, STEPPED, ComposedPrepared, check_clip
@@ -12,7 +12,6 @@ from drivetrain_backends.composed.state_layout import weights_of
 from drivetrain_backends.composed.strategy import Strategy
 from drivetrain_backends.errors import AccumulationError, ReplacedParameterError
 from drivetrain_backends.gradients.tracker import GradientTracker
-from drivetrain_backends.modules.activation_checkpointing import checkpointing_of, restore_activations
 from drivetrain_backends.modules.autocast_forward import restore_forward
 from drivetrain_backends.modules.replicated_weights import check_replicas
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult, uncopyable
@@ -48,7 +47,6 @@ class DeepSpeedPrepared(ComposedPrepared):
         gradients: ReducedGradients | None,
         names: Mapping[Tensor, str],
         groups: list[list[str]],
-        checkpointed: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(model, context=context, tracker=tracker, strategy=strategy)
         self.engine = model.engine
@@ -56,7 +54,6 @@ class DeepSpeedPrepared(ComposedPrepared):
         self._reduced = gradients
         self._parameter_names = names
         self._parameter_groups = groups
-        self._checkpointed = checkpointed
         trained = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
         self._trained = frozenset(trained)
         self._written = WrittenValues()
@@ -187,11 +184,6 @@ class DeepSpeedPrepared(ComposedPrepared):
         if write:
             self._written.note()
 
-    def applied(self) -> dict[str, object]:
-        """Return the model's kind of activation checkpointing, read back from the model's modules."""
-        kinds = {checkpointing_of(module) for module in self._checkpointed}
-        return {"activation_checkpointing": kinds.pop() if kinds else "none"}
-
     def release(self) -> None:
         """End the engine, and restore the original class of the user's module."""
         release_models([self.unwrap()])
@@ -199,8 +191,6 @@ class DeepSpeedPrepared(ComposedPrepared):
         forget_keyed_state(self.engine)
         self.engine.destroy()
         unguard(self._parameter_names)
-        for module in self._checkpointed:
-            restore_activations(module)
         restore_forward(self.unwrap())
 
     def weights(self) -> dict[str, Any]:

@@ -71,17 +71,6 @@ class DeepSpeedSettings:
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = _setting(
         None, "Dtype in which gradients are reduced over ranks; unset: fp32."
     )
-    activation_checkpointing: Literal["none", "full", "selective"] = _setting(
-        "none",
-        "Recomputation of activations in backward: full for each block, selective for all but matrix "
-        "products and attention.",
-        ask="ask_activation_checkpointing",
-    )
-    blocks: tuple[str, ...] | None = _setting(
-        None,
-        "Class names of these blocks; unset: those that the model names, or the items of its module lists.",
-        needs="activation_checkpointing!=none",
-    )
 
     def __post_init__(self) -> None:
         """Refuse a value outside its range; the message begins with the field's name."""

@@ -51,7 +51,7 @@ _OFFLOAD = choice("fsdp", "offload", {"true": True, "false": False})
 def _activation_checkpointing(value: Any) -> Meaning:
     """Read Accelerate's true or false; accept drivetrain's `full`, `none` and `selective` too."""
     word = {"true": "full", "false": "none"}.get(spelled(value), value)
-    return set_field("fsdp", "activation_checkpointing", word)
+    return set_field("model", "activation_checkpointing", word)
 
 
 def _fsdp_together(given: Mapping[str, Any]) -> Mapping[str, Meaning]:
@@ -104,7 +104,7 @@ FSDP = Family(
         "fsdp_min_num_params": pass_through("fsdp", "min_num_params"),
         "fsdp_activation_checkpointing": _activation_checkpointing,
         "fsdp_activation_checkpointing_offload": switch(
-            on=refused("activations are not offloaded here; --fsdp-activation-checkpointing full saves most")
+            on=refused("activations are not offloaded here; --model-activation-checkpointing full saves most")
         ),
         "fsdp_cpu_ram_efficient_loading": switch(on=notice(_LOADING)),
         # Checkpoints hold whole tensors by name, which load on any number of ranks.
@@ -349,8 +349,8 @@ _SHARD = (
 )
 _LOGS = "--log-dir FOLDER writes the output of each rank to a file, in addition to the terminal"
 _COMPILE = (
-    "call torch.compile(model) in the script, before accelerator.prepare; --fsdp-compile-regions compiles each block "
-    "under FSDP2"
+    "--model-compile whole compiles the model, --model-compile blocks each block; or call torch.compile(model) in "
+    "the script, before accelerator.prepare"
 )
 
 

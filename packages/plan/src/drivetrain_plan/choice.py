@@ -160,6 +160,8 @@ class PlanChoice:
         if self.accumulation > 1 and self.pipeline == 1:
             run["gradient_accumulation_steps"] = self.accumulation
         found: dict[str, dict[str, Any]] = {"run": run}
+        if self.checkpointing != "none":
+            found["model"] = {"activation_checkpointing": self.checkpointing}
         if (dims := self.dims()) is not None:
             fields = {name: getattr(dims, name) for name in dims.__slots__}
             found["parallel"] = {name: value for name, value in fields.items() if value not in (None, False)}
@@ -169,7 +171,6 @@ class PlanChoice:
             strategy = "no_shard" if self.strategy == "none" else "hybrid_shard" if hybrid else self.strategy
             fsdp["strategy"] = strategy
             fsdp |= {"shard_size": self.shard} if hybrid and "parallel" not in found else {}
-            fsdp |= {} if self.checkpointing == "none" else {"activation_checkpointing": self.checkpointing}
             fsdp |= {"offload": True} if self.offload == "host" else {}
             found["fsdp"] = fsdp
         if self.by_stages:
@@ -187,8 +188,6 @@ class PlanChoice:
 def pins_of(section: str, said: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is fixed of a choice by a backend's section: by the fields that are said; the others stay free."""
     pins: dict[str, Any] = {"backend": section}
-    if (kind := said.get("activation_checkpointing")) is not None:
-        pins["checkpointing"] = kind
     places = {said[name] for name in ("offload", "offload_optimizer", "offload_param") if name in said}
     if places := places - {None}:
         pins["offload"] = "nvme" if "nvme" in places else "host" if places & {True, "cpu"} else "none"

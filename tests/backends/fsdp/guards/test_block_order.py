@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain_backends import AccumulationWindow, FSDPBackend, FSDPSettings
+from drivetrain_backends.settings import ModelSettings
 from drivetrain_precision import choose_policy
 from drivetrain_state import CollectiveMismatchError
 from plain_loop.backends import context, fsdp, prepare_sgd, take_step, weights
@@ -126,7 +127,7 @@ def test_ranks_of_hybrid_shards_are_compared_within_a_copy_and_across(orders, sa
 @pytest.mark.parametrize(
     "way",
     [
-        {"activation_checkpointing": "full"},
+        {"changes": ModelSettings(activation_checkpointing="full")},
         {"prefetch": 2},
         {"strategy": "shard_grad_op"},
         {"strategy": "no_shard"},

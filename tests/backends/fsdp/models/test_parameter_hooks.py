@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_backends import UnshardedParameterError
+from drivetrain_backends.settings import ModelSettings
 from plain_loop.backends import fsdp, prepare_sgd
 from plain_loop.case import Trained, assert_equal, run_plain, train
 from plain_loop.stack import CASE, loss_of, stack
@@ -60,7 +61,11 @@ def trained(kind: str, when: str, **options: object) -> Trained:
     [
         *((kind, when, {}) for kind in ("gradient", "parameter") for when in ("before", "after")),
         ("gradient", "before", {"strategy": "no_shard"}),
-        ("parameter", "after", {"strategy": "shard_grad_op", "activation_checkpointing": "full"}),
+        (
+            "parameter",
+            "after",
+            {"strategy": "shard_grad_op", "changes": ModelSettings(activation_checkpointing="full")},
+        ),
     ],
 )
 def test_hooks_on_parameters_act_as_in_a_plain_loop(kind: str, when: str, options: dict) -> None:

@@ -115,7 +115,7 @@ def test_an_accelerate_file_for_fsdp_is_what_the_run_gets(applied: Callable) -> 
     assert found["run.backend"] == ["fsdp", "run.yaml:3"]
     assert found["fsdp.strategy"] == ["shard_grad_op", "run.yaml:12"]
     assert found["fsdp.wrap"] == [["Block"], "run.yaml:14"]
-    assert found["fsdp.activation_checkpointing"] == ["full", "run.yaml:7"]
+    assert found["model.activation_checkpointing"] == ["full", "run.yaml:7"]
     assert found["fsdp.offload"][0] is False
 
 

@@ -198,12 +198,17 @@ def _add_fsdp(
     settings: SourcedSettings, options: RunOptions, *, is_in_settings: bool, is_strict: bool
 ) -> None:
     # torch's FSDP and device meshes take seconds to import: only a run that asks for them does.
-    from drivetrain_accelerate.plugins.translate_fsdp import fsdp_precision_sections, fsdp_sections
+    from drivetrain_accelerate.plugins.translate_fsdp import (
+        fsdp_model_section,
+        fsdp_precision_sections,
+        fsdp_sections,
+    )
 
     plugin, precision = options.fsdp_plugin, options.mixed_precision or "no"
     settings.add("run", {"backend": "fsdp"}, FSDP_PLUGIN)
     if not is_in_settings:
         settings.add("fsdp", fsdp_sections(plugin), FSDP_PLUGIN)
+        settings.add("model", fsdp_model_section(plugin), FSDP_PLUGIN)
     settings.add("precision", fsdp_precision_sections(plugin, precision, is_strict=is_strict), FSDP_PLUGIN)
     if options.parallelism_config is not None:
         settings.add("fsdp", parallelism_sections(options.parallelism_config), FSDP_PLUGIN)

@@ -119,9 +119,9 @@ class FullyShardedDataParallelPlugin:
         "all ranks always start from rank 0's values", default=None
     )
     forward_prefetch: bool | None = becomes("fsdp.prefetch", default=None)
-    activation_checkpointing: bool | None = becomes("fsdp.activation_checkpointing", default=None)
+    activation_checkpointing: bool | None = becomes("model.activation_checkpointing", default=None)
     activation_checkpointing_offload: bool | None = refused(
-        "fsdp.activation_checkpointing",
+        "model.activation_checkpointing",
         "activations are not offloaded; activation_checkpointing=True alone saves most",
         default=None,
     )

@@ -68,9 +68,13 @@ def fsdp_sections(
         section["pin_memory"] = False
     if plugin.forward_prefetch:
         section["prefetch"] = 1
-    if truth(plugin.activation_checkpointing or False, of="activation_checkpointing"):
-        section["activation_checkpointing"] = "full"
     return section
+
+
+def fsdp_model_section(plugin: FullyShardedDataParallelPlugin) -> dict[str, object]:
+    """Return the fields of the `model` section for a plugin."""
+    checkpoints = truth(plugin.activation_checkpointing or False, of="activation_checkpointing")
+    return {"activation_checkpointing": "full"} if checkpoints else {}
 
 
 def fsdp_precision_sections(

@@ -7,7 +7,6 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.fsdp import compat
 from drivetrain_backends.fsdp.models.sharded_model import ShardedModel
-from drivetrain_backends.modules.activation_checkpointing import checkpointing_of
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import FSDPSettings
@@ -60,10 +59,8 @@ _MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
 
 def _read_back_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:
     """Return the fields whose values depend on the modules of the models."""
-    recomputes = settings.activation_checkpointing
     blocks = [model.module.get_submodule(name) for model in models for name in model.plan.blocks]
     blocks = [block for block in blocks if not holds_experts(block)]
-    regions = blocks or [model.module for model in models]
     classes = {class_name(block) for block in blocks}
     asked = [name for name in settings.wrap or () if name in classes]
     trained = [p for model in models for p in model.known if p.requires_grad and isinstance(p, DTensor)]
@@ -74,9 +71,6 @@ def _read_back_models(models: Sequence[ShardedModel], settings: FSDPSettings) ->
         if settings.upcast
         else any(model.upcast for model in models),
         "prefetch": max(ahead),
-        # Of what these settings ask; the section `model` may have changed blocks before.
-        "activation_checkpointing": "none" if recomputes == "none" else checkpointing_of(regions[0]),
-        "compile_regions": settings.compile_regions and all("forward" in vars(region) for region in regions),
     }
 
 

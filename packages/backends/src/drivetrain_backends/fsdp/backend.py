@@ -1,11 +1,10 @@
 """The FSDP2 backend: each model's parameters, gradients and optimizer states are sharded over the ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -23,7 +22,6 @@ from drivetrain_backends.fsdp.retained_models import RetainedModel, RetainedMode
 from drivetrain_backends.fsdp.shard import check_dtypes, check_sources, shard_for_good
 from drivetrain_backends.fsdp.sharded_run import ShardedRun
 from drivetrain_backends.fsdp.sharded_steps import ShardGuard
-from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
 from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import Islands, make_islands, plan_islands
@@ -59,25 +57,12 @@ class FSDPBackend(ComposedBackend):
     needs_group: ClassVar[bool] = True
 
     def compose(self) -> Strategy:
-        """Return the strategy: activations checkpointed, blocks sharded and compiled, inputs cast by FSDP itself."""
-        settings: FSDPSettings = self.settings
-        run = ShardedRun.of(self.context, self.policy, settings)
+        """Return the strategy: blocks sharded, and inputs cast by FSDP itself."""
+        run = ShardedRun.of(self.context, self.policy, self.settings)
         gradients = ShardedGradients(self.scaler, run)
 
-        def checkpoint(block: nn.Module) -> None:
-            checkpoint_activations([block], settings.activation_checkpointing)
-
-        def compile_forward(block: nn.Module) -> None:
-            if settings.compile_regions:
-                block.forward = torch.compile(block.forward, backend=settings.compile_backend)
-
         return Strategy(
-            transforms=(
-                ChangeBlocks(run, checkpoint),  # FSDP's hooks run around what is recomputed
-                ShardBlocks(run, gradients),
-                ChangeBlocks(run, compile_forward),  # and around what is compiled
-                CastForwards(run),
-            ),
+            transforms=(ShardBlocks(run, gradients), CastForwards(run)),
             gradients=gradients,
             layout=ShardedLayout(run),
             guards=(BlockOrderGuard(run.order, run.buffers), ShardGuard(run.models)),
@@ -85,21 +70,6 @@ class FSDPBackend(ComposedBackend):
             direct=run.direct,
             averages_experts=True,
         )
-
-
-class ChangeBlocks(ModelTransform):
-    """Change each block of a new model, or the whole model if it has none."""
-
-    def __init__(self, run: ShardedRun, change: Callable[[nn.Module], None]) -> None:
-        self._run, self._change = run, change
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Change the blocks, in place; a model that was sharded before has been changed then."""
-        if model in self._run.blocks:
-            inner = unwrap_compiled(model)
-            for block in [inner.get_submodule(name) for name in self._run.blocks[model].blocks] or [inner]:
-                self._change(block)
-        return model
 
 
 class CastForwards(ModelTransform):

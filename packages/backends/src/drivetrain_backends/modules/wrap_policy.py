@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -29,11 +30,11 @@ def plan_blocks(
     min_num_params: int | None = None,
     others: Iterable[nn.Module] = (),
 ) -> BlockPlan:
-    """Choose the blocks of a model: by class, by size, as the model itself declares, or the modules of its lists.
+    """Choose a model's blocks: by class or name, by size, as the model itself declares, or the modules of its lists.
 
     A module that shares a parameter with a module outside is no block: the parameter is gathered with the nearest
     block around both modules, or with the root. Without `classes`, a block has at least `min_num_params` elements. A
-    class in neither the model nor `others` is an error; its message names the setting `asked`.
+    class or name in neither the model nor `others` is an error; its message names the setting `asked`.
     """
     modules = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
     declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
@@ -63,20 +64,28 @@ def class_name(module: nn.Module) -> str:
 def _choose_by_class(
     modules: dict[str, nn.Module], wanted: tuple[str, ...], models: list[nn.Module], asked: str
 ) -> list[str]:
-    there = {m for model in models for m in model.modules() if _has_parameters(m)}
-    classes = {class_name(module) for module in there}
-    if unknown := [name for name in wanted if name not in classes]:
+    there = [(name, m) for model in models for name, m in model.named_modules() if _has_parameters(m)]
+    classes = {class_name(module) for _, module in there}
+    if unknown := [word for word in wanted if not any(_is_meant(word, *one) for one in there)]:
         raise ValueError(
-            f"{asked}={', '.join(unknown)}: no model has a module of that class with parameters; there are "
+            f"{asked}={', '.join(unknown)}: no model has a module with parameters of that class or name; there are "
             f"{', '.join(sorted(classes)) or 'none'}"
         )
-    containers = {class_name(m) for m in there if _is_container(m)}
-    if odd := [name for name in wanted if name in containers]:
+    held = [module for _, module in there if _is_container(module)]
+    containers = {class_name(module) for module in held}
+    if odd := [word for word in wanted if any(_is_meant(word, *one) and one[1] in held for one in there)]:
         raise ValueError(
             f"{asked}={', '.join(odd)}: a container has no forward of its own; name the class of the "
             f"modules in it, one of {', '.join(sorted(classes - containers))}"
         )
-    return [name for name, module in modules.items() if class_name(module) in wanted]
+    return [name for name, module in modules.items() if any(_is_meant(word, name, module) for word in wanted)]
+
+
+def _is_meant(word: str, name: str, module: nn.Module) -> bool:
+    """Return whether a word is a module's class or fits its name, part by part: layers.*.mlp."""
+    parts, patterns = name.split("."), word.split(".")
+    fits = len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+    return fits or class_name(module) == word
 
 
 def _choose_by_size(model: nn.Module, least: int) -> list[str]:

@@ -8,6 +8,7 @@ the backend and by a plain loop over all ranks' micro-batches, and compares ever
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from drivetrain_backends.errors import NonFiniteGradientError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow, NonFiniteGradients
+from drivetrain_backends.modules.block_changes import BlockChanges
 from drivetrain_backends.protocol import Backend
+from drivetrain_backends.settings import ModelSettings
 from drivetrain_backends.state_dict.full_tensors import full_state_dict
 from drivetrain_backends.testing.average_check import check_average
 from drivetrain_backends.testing.reference_training import (
@@ -43,6 +46,9 @@ from drivetrain_precision import PrecisionSettings, choose_policy, supported_mod
 from drivetrain_state import Context
 
 _SCALING = PrecisionSettings(initial_scale=256.0)  # low enough that no step overflows and is skipped
+
+
+_changed = partial(ModelSettings, blocks=("first", "last"))
 
 
 class BackendContract:
@@ -78,6 +84,11 @@ class BackendContract:
         "count": Case(windows=[1] * 4, counted=True),
         "tied weights": Case(windows=[2] * 20, accumulation=2, tied=True),
         "frozen layer": Case(windows=[2] * 20, accumulation=2, frozen=True),
+        "recomputed": Case(
+            windows=[2] * 4, accumulation=2, changes=_changed(activation_checkpointing="full")
+        ),
+        "recomputed in part": Case(windows=[1] * 4, changes=_changed(activation_checkpointing="selective")),
+        "compiled": Case(windows=[1] * 4, changes=_changed(compile="blocks", compile_backend="eager")),
         "fp16": Case(windows=[1] * 4, mode="fp16"),
         "fp16, count, accumulated, clipped": Case(
             windows=[2, 2, 1], accumulation=2, counted=True, clip=0.5, mode="fp16"
@@ -142,6 +153,7 @@ class BackendContract:
             same = all(torch.equal(value, last[key]) for key, value in run.weights().items())
             assert not same, f"{name}: the weights are those of float32, so nothing ran in {case.mode}"
         run.backend.close()
+        run.changes.undo()
 
     def check_scheduler_counts_steps(self, context: Context) -> None:
         """Check that a schedule counts optimizer steps, at any number of ranks and micro-batches."""
@@ -368,10 +380,18 @@ class BackendContract:
         model = tiny_model(case, self._dtype_of(case), seed=seed)
         optimizer = make(model)
         schedulers = [LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 3))] if scheduled else []
+        changes = BlockChanges(case.changes)
+        changes.apply([model])
         (prepared,) = backend.prepare([model], [optimizer], schedulers)
         windows = make_windows(case, context.ranks("reads").size, self._dtype_of(case))
         return Run(
-            context=context, case=case, backend=backend, prepared=prepared, model=model, windows=windows
+            context=context,
+            case=case,
+            backend=backend,
+            prepared=prepared,
+            model=model,
+            changes=changes,
+            windows=windows,
         )
 
     def _dtype_of(self, case: Case) -> torch.dtype:

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from drivetrain_backends.settings import ModelSettings
+
 NUM_FEATURES = 6
 RATE, MOMENTUM = 0.1, 0.9
+_UNCHANGED = ModelSettings()
 Window: TypeAlias = list[list[tuple[Tensor, Tensor]]]  # [micro-batch][rank] -> (x, y)
 
 
@@ -26,6 +29,7 @@ class Case:
     tied: bool = False  # whether the model's last layer shares its first layer's weight
     frozen: bool = False  # whether the model's first layer is frozen
     zero_first: bool = False  # whether `zero_grad` comes before backward, as in many loops
+    changes: ModelSettings = _UNCHANGED  # what becomes of the model before it is prepared
     # The precision; in fp16 and bf16 the model is float32, and its weights approximate the plain loop's.
     mode: str = "no"
     # The class of both layers, which is built like nn.Linear, and like it maps (items, features) and has a `weight`.

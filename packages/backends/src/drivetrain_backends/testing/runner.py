@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from drivetrain_backends.modules.block_changes import BlockChanges
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.protocol import Backend, Prepared
 from drivetrain_backends.state_dict.full_tensors import full_state_dict
@@ -22,6 +23,7 @@ class Run:
     backend: Backend
     prepared: Prepared
     model: TinyModel
+    changes: BlockChanges
     windows: list[Window]
     losses: list[Tensor] = field(default_factory=list[Tensor])  # of the present window
     norms: dict[str, Tensor] = field(default_factory=dict[str, Tensor])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a run that names its backend plans nothing
 
 AUTO = "auto"
 # The settings of a backend's section that a choice sets; unset, they are "none", or False.
-_PLANNED = ("strategy", "stage", "offload", "offload_optimizer", "offload_param", "activation_checkpointing")
+_PLANNED = ("strategy", "stage", "offload", "offload_optimizer", "offload_param")
 
 
 def leaves_open(settings: Any) -> bool:
@@ -47,15 +47,17 @@ class OpenBackend:
         return torch.device("cpu")
 
     def pins(self) -> Mapping[str, Any]:
-        """Return what the named backend's section fixes of the plan; unsaid settings are free."""
+        """Return what the named backend's section and the model's fix of the plan; unsaid settings are free."""
         from drivetrain_plan import pins_of
 
+        model, name = self.sections.resolved["model"], "activation_checkpointing"
+        own = {} if model.sources[name].kind == "default" else {"checkpointing": getattr(model.value, name)}
         if self.named is None:
-            return {}
+            return own
         section = self._section_of(self.named)
         known = self.sections.resolved[section]
         said = {name for name, source in known.sources.items() if source.kind != "default"}
-        return pins_of(
+        return own | pins_of(
             section, {name: value for name in said if (value := getattr(known.value, name)) != AUTO}
         )
 

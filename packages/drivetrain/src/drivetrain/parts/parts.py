@@ -29,7 +29,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class Parts:
     """The parts of an Accelerator; `compose.py` builds them.
 
-    None is exchanged later, but for a backend that is chosen when the first model is prepared.
+    None is exchanged later, but for a backend that is chosen, with the changes, when the first model is prepared.
 
     Attributes:
         resolved: The resolved sections with their sources, by name.

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from drivetrain.parts.parts import Parts
 from drivetrain.prepare.step_check import StepCheck
 from drivetrain_backends import SupportsWaitWatch
+from drivetrain_backends.modules.block_changes import BlockChanges
 from drivetrain_data import ShardedLoader
 from drivetrain_data.sources.sample_batch import sample_batch
 from drivetrain_messages import format_size
@@ -58,6 +59,9 @@ def choose_backend(
     backend, set_by_plan = open_backend.backend_of(best.choice, parts.backend.window)
     parts.backend.close()
     parts.backend, parts.open_backend = backend, None
+    if changes := best.choice.sections().get("model"):
+        parts.changes = BlockChanges(replace(parts.resolved["model"].value, **changes))
+        set_by_plan += tuple(f"model.{name}" for name in changes)
     if parts.watch is not None and isinstance(backend, SupportsWaitWatch):
         backend.watch_waits(parts.watch.begin_wait)
     parts.chosen |= dict.fromkeys(set_by_plan, f"of the plan {best.choice.name}")
