@@ -100,7 +100,7 @@ def be_refused(kind: str) -> None:
         ("shared", "Sequential shares a parameter with Stack"),
         (
             "class",
-            r"fsdp\.wrap=Blok: no model has a module with parameters of that class .*; there are Block, Embedding",
+            r"fsdp\.wrap=Blok: no model has a module with parameters of .*; there are Block, Embedding",
         ),
         ("twice", "is prepared already"),
         ("twice after close", "Stack is prepared already"),
