@@ -46,7 +46,11 @@ class MakeAccelerator:
     def __call__(self, spmd: str | None = None, **given: Any) -> Any:
         from drivetrain import Accelerator  # which tests of the package alone do without
 
-        sections = {"state": {"device": "xla"}, "xla": XLASettings(spmd=spmd)}
+        sections = {
+            "state": {"device": "xla"},
+            "xla": XLASettings(spmd=spmd),
+            "model": given.pop("model", {}),
+        }
         self.made.append(Accelerator(backend="xla", sections=sections, **given))
         return self.made[-1]
 

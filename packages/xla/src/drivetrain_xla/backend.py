@@ -1,15 +1,17 @@
 """The backend for torch-xla: one process, on one device or on several by SPMD."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from drivetrain_backends.composed.backend import ComposedBackend
 from drivetrain_backends.composed.strategy import ModelTransform, Strategy
 from drivetrain_backends.composed.transforms import HoldDtypes, MoveToDevice, PreparedForwards
+from drivetrain_backends.modules.activation_checkpointing import checkpointing_of
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_xla.layout import XLALayout
 from drivetrain_xla.library import load_library
@@ -70,6 +72,15 @@ class XLABackend(ComposedBackend):
 
 class MoveInPlace(MoveToDevice):
     """Move a model to the XLA device, whose parameters stay the objects that optimizers hold."""
+
+    def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Refuse blocks that torch would compute again, whose random states on an XLA device it does not know."""
+        super().plan(models, optimizers)
+        if any(checkpointing_of(module) != "none" for model in models for module in model.modules()):
+            raise ValueError(
+                "model.activation_checkpointing with backend='xla': torch cannot compute blocks again on an XLA "
+                "device; leave it out, or call torch_xla.utils.checkpoint in the model"
+            )
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Exchange what the parameters hold; torch would make other parameters on another kind of device."""
