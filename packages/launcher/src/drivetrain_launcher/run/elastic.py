@@ -57,7 +57,9 @@ from drivetrain_launcher.run.node_changes import NodeChanges
 from drivetrain_launcher.run.output.terminals import are_one_output, output_terminals
 from drivetrain_launcher.run.preload.preloader import ForkedRank, Preloader
 from drivetrain_launcher.run.stopped_ranks import StoppedRanks
+from drivetrain_memory.usage.memory_cgroup import count_memory_kills
 from drivetrain_messages import say
+from drivetrain_state.hang.report import HANG_NOTE
 
 _SAVED = f"all ranks have saved; run the same command again to continue (exit code {RESUME_EXIT_CODE})"
 # A wrapper such as `uv run` forwards the signal that the terminal, or a supervisor, also sends to the launcher.
@@ -152,6 +154,11 @@ class WorkerLogs(DefaultLogsSpecs):
             opened = self._streams.open(int(variables["RANK"]), files)
             destinations.stdouts[local_rank], destinations.stderrs[local_rank] = opened
         return destinations
+
+    def read_hang_note(self) -> str:
+        """Return the watchdog's report on a hang that lasted to the end; empty if no rank of this node has one."""
+        notes = [file.with_name(HANG_NOTE) for file in self.error_files.values()]
+        return next((note.read_text() for note in notes if note.exists()), "")
 
 
 class RankStarter:
@@ -270,7 +277,7 @@ class Agent(LocalElasticAgent):
         self._keeper = keeper
         self._starter = starter
         self._root: RankFailure | None = None
-        self._ended: list[int] = []  # with exit code 0, before the first failure
+        self._memory_kills = count_memory_kills()
         self._has_told = False
         self._signals = StopSignals()
         self._changes = changes
@@ -309,8 +316,6 @@ class Agent(LocalElasticAgent):
         if not self._has_told:
             self._stopped.look(_ranks_of(worker_group))
             codes = poll_exit_codes(self)
-            workers = worker_group.workers
-            self._ended = [each.global_rank for each in workers if codes.get(each.local_rank) == 0]
             failures = self._failures(worker_group, codes)
             # A broken connection is only a consequence of another failure.
             causes = [failure for failure in failures if failure.error and not failure.is_aftermath]
@@ -410,7 +415,16 @@ class Agent(LocalElasticAgent):
         lines = self._keeper.last_lines(root.rank, self._plan.tail_of(root.rank))
         sys.stderr.write(describe_others(root, failures))
         sys.stderr.write(describe_tail(root, lines))
-        sys.stderr.write(describe_root(root, num_nodes=self._plan.num_nodes, ended=self._ended))
+        codes = poll_exit_codes(self)
+        report = describe_root(
+            root,
+            num_nodes=self._plan.num_nodes,
+            ended=[each.global_rank for each in worker_group.workers if codes.get(each.local_rank) == 0],
+            hang=self._logs.read_hang_note(),
+            folder=self._logs.error_files[root.local_rank].parent if self._plan.log_dir is not None else None,
+            lacked_memory=count_memory_kills() != self._memory_kills,
+        )
+        sys.stderr.write(report)
         self.exit_code = root.shell_code
         if (remaining := remaining_restarts(self)) > 0:
             attempt = self._plan.max_restarts - remaining + 1
