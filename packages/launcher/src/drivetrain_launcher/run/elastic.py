@@ -399,6 +399,7 @@ class Agent(LocalElasticAgent):
         return found
 
     def _show_all(self, failures: list[RankFailure], worker_group: WorkerGroup) -> None:
+        kill_sessions(_ranks_of(worker_group))  # what they have started may still write
         self._keeper.drain()
         # One rank suffices: it uses this code only when all have saved. Others may have been stopped while ending.
         if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):

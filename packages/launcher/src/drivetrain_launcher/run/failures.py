@@ -137,8 +137,8 @@ def format_for_user(error: BaseException) -> str:
     """Format an exception with its traceback, down to the user's line if drivetrain raises it or a connection broke.
 
     The message of an error of drivetrain suffices: it gives the value or the call, the allowed values and a remedy.
-    One line replaces the libraries' frames. A failed assertion is shown in full, and so is an error whose message does
-    not repeat the message of its cause.
+    One line replaces the libraries' frames. A failed assertion is shown in full, and so is an error whose message
+    does not repeat the message of its cause.
     """
     frames = _frames_of(error)
     owners = [frame_owner(frame) for frame in frames]
