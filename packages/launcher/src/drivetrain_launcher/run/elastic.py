@@ -101,9 +101,8 @@ def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
                 plan, handler, changes=changes, stopped=stopped, logs=logs, starter=starter, keeper=keeper
             )
             return _run_agent(agent, keeper)
-    except SignalException as stop:
-        say(f"stopped by {stop.sigval.name}; no rank is left")
-        return 128 + stop.sigval
+    except SignalException as stop:  # while no rank ran
+        return _say_stopped(stop)
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         raise LaunchError(_explain_no_meeting(plan, error)) from error
 
@@ -120,7 +119,8 @@ def _run_agent(agent: "Agent", keeper: Keeper) -> int:
             say(_SAVED)
             return RESUME_EXIT_CODE
         if isinstance(stop, SignalException):
-            raise
+            keeper.drain()
+            return _say_stopped(stop, hang=agent.logs.read_hang_note())
         return stop.exit_code
     finally:
         handler = agent.get_worker_group().spec.rdzv_handler
@@ -132,6 +132,14 @@ def _run_agent(agent: "Agent", keeper: Keeper) -> int:
         say(f"torch's agent gave up on the ranks, which are {result.state.name.lower()}")
         return 1
     return agent.exit_code
+
+
+def _say_stopped(stop: SignalException, *, hang: str = "") -> int:
+    """Name the signal, and a hang that lasted until then; return the exit code for the shell."""
+    say(f"stopped by {stop.sigval.name}; no rank is left")
+    if hang:
+        say(f"the hang before it: {hang}")
+    return 128 + stop.sigval
 
 
 class WorkerLogs(DefaultLogsSpecs):
@@ -242,6 +250,7 @@ class Agent(LocalElasticAgent):
 
     Attributes:
         exit_code: The exit code for the shell.
+        logs: The files and outputs of the ranks.
         has_saved: Whether a stopped rank ended with the exit code for "all ranks have saved, restart them".
     """
 
@@ -272,7 +281,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs_specs=logs)
         self.exit_code = 0
         self.has_saved = False
-        self._logs = logs
+        self.logs = logs
         self._plan = plan
         self._keeper = keeper
         self._starter = starter
@@ -381,7 +390,7 @@ class Agent(LocalElasticAgent):
         found: list[RankFailure] = []
         for worker in worker_group.workers:
             record: dict[str, object] = {}
-            file = self._logs.error_files.get(worker.local_rank)
+            file = self.logs.error_files.get(worker.local_rank)
             # torch's own `record` may still be writing it.
             with suppress(FileNotFoundError, json.JSONDecodeError):
                 record = json.loads(file.read_text()) if file is not None else {}
@@ -421,8 +430,8 @@ class Agent(LocalElasticAgent):
             root,
             num_nodes=self._plan.num_nodes,
             ended=[each.global_rank for each in worker_group.workers if codes.get(each.local_rank) == 0],
-            hang=self._logs.read_hang_note(),
-            folder=self._logs.error_files[root.local_rank].parent if self._plan.log_dir is not None else None,
+            hang=self.logs.read_hang_note(),
+            folder=self.logs.error_files[root.local_rank].parent if self._plan.log_dir is not None else None,
             lacked_memory=count_memory_kills() != self._memory_kills,
         )
         sys.stderr.write(report)
