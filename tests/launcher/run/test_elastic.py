@@ -81,7 +81,7 @@ def test_the_failing_rank_is_named_and_its_exit_code_passes_through(
     assert done.returncode == code
     assert done.stdout == stdout
     assert re.search(rf"rank 0 .* {said}", done.stderr), done.stderr
-    stopped = re.findall(r"^  rank (\d): was stopped by the launcher$", done.stderr, re.MULTILINE)
+    stopped = re.findall(r"^  rank (\d): stopped by the launcher$", done.stderr, re.MULTILINE)
     assert stopped == ([] if IS_OLDEST_TORCH else ["1"])
 
 
@@ -202,6 +202,28 @@ def test_the_watchdogs_table_comes_last(launch: Launch, on_rank_1: str, code: in
     heading = r"no progress for .*; likely culprit: .*rank.* 1.*\n +rank .*\n"
     assert re.fullmatch(rf"{heading}{row}{row}All stacks: /.*\.txt\n", table), done.stderr
     assert done.stderr.count("Traceback") == (code == 1)
+
+
+@pytest.mark.costly
+@pytest.mark.slow
+def test_an_interrupt_of_a_hang_shows_the_table_last(started_with_torch: Callable, script: Callable) -> None:
+    script(
+        "import time\n"
+        "from drivetrain_state import barrier, connect\n"
+        "context = connect()\n"
+        "barrier(context)\n"
+        "time.sleep(100 * context.topology.rank)\n"
+        "barrier(context)\n"
+    )
+    flags = ("--cpu", "--state-hang-timeout-seconds", "1", "--shutdown-timeout-seconds", "1")
+    process = started_with_torch(*TWO_MERGED[:-1], *flags, "script.py")
+    read_until(process, "All stacks")
+    time.sleep(1)  # until all ranks know
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    told = process.stdout.read().rpartition("drivetrain: the hang before it: ")[2]
+    assert re.match(r"no progress for .*; likely culprit: rank 1: waits for no other rank", told)
+    assert re.search(r"\n>  1 .* script\.py:5 <module> .*\n.*\nAll stacks: .*\n\Z", told)
 
 
 @pytest.mark.costly

@@ -145,12 +145,12 @@ def test_the_others_get_a_line_each_and_those_that_ended_alike_share_one() -> No
     lines = describe_others(root, [root, *others, failure(6, **BOOM)]).splitlines()
     assert lines == [
         "drivetrain: the other ranks of this node:",
-        "  rank 0: RuntimeError: it waited for another rank",
-        "  rank 2: was stopped by the launcher",
-        "  rank 3: was killed (SIGKILL): by the launcher if it did not stop in time, else by another process",
+        "  rank 0: RuntimeError, waiting for another rank",
+        "  rank 2: stopped by the launcher",
+        "  rank 3: killed (SIGKILL): by the launcher if it did not stop in time, else by another process",
         "  rank 4: exit code 7",
         "  ranks 5, 6: the same error",
-        "  ranks 7, 8: RuntimeError at train.py:8: it waited for another rank",
+        "  ranks 7, 8: RuntimeError at train.py:8, waiting for another rank",
     ]
     assert "  rank 5: the same error\n" in describe_others(root, [root, *others])
     assert describe_others(root, [root]) == ""

@@ -120,7 +120,7 @@ def _run_agent(agent: "Agent", keeper: Keeper) -> int:
             return RESUME_EXIT_CODE
         if isinstance(stop, SignalException):
             keeper.drain()
-            return _say_stopped(stop, hang=agent.logs.read_hang_note())
+            return _say_stopped(stop, hang=agent.hang)
         return stop.exit_code
     finally:
         handler = agent.get_worker_group().spec.rdzv_handler
@@ -250,7 +250,7 @@ class Agent(LocalElasticAgent):
 
     Attributes:
         exit_code: The exit code for the shell.
-        logs: The files and outputs of the ranks.
+        hang: The watchdog's report on a hang that lasted until a signal stopped the run; empty if there was none.
         has_saved: Whether a stopped rank ended with the exit code for "all ranks have saved, restart them".
     """
 
@@ -280,8 +280,9 @@ class Agent(LocalElasticAgent):
         )
         super().__init__(spec, logs_specs=logs)
         self.exit_code = 0
+        self.hang = ""
         self.has_saved = False
-        self.logs = logs
+        self._logs = logs
         self._plan = plan
         self._keeper = keeper
         self._starter = starter
@@ -361,6 +362,9 @@ class Agent(LocalElasticAgent):
         is_by_signal = isinstance(sys.exception(), SignalException)
         self._stopped.release(_ranks_of(self.get_worker_group()), may_save=is_by_signal)
         if is_by_signal:
+            self.hang = (
+                self._logs.read_hang_note()
+            )  # a later one would accuse ranks that the signal has ended
             self._keeper.say(
                 f"{death_sig.name}: stopping {self._plan.processes_per_node} ranks, which have {seconds:g} s to "
                 "save; once more kills them"
@@ -390,7 +394,7 @@ class Agent(LocalElasticAgent):
         found: list[RankFailure] = []
         for worker in worker_group.workers:
             record: dict[str, object] = {}
-            file = self.logs.error_files.get(worker.local_rank)
+            file = self._logs.error_files.get(worker.local_rank)
             # torch's own `record` may still be writing it.
             with suppress(FileNotFoundError, json.JSONDecodeError):
                 record = json.loads(file.read_text()) if file is not None else {}
@@ -430,8 +434,8 @@ class Agent(LocalElasticAgent):
             root,
             num_nodes=self._plan.num_nodes,
             ended=[each.global_rank for each in worker_group.workers if codes.get(each.local_rank) == 0],
-            hang=self.logs.read_hang_note(),
-            folder=self.logs.error_files[root.local_rank].parent if self._plan.log_dir is not None else None,
+            hang=self._logs.read_hang_note(),
+            folder=self._logs.error_files[root.local_rank].parent if self._plan.log_dir is not None else None,
             lacked_memory=count_memory_kills() != self._memory_kills,
         )
         sys.stderr.write(report)

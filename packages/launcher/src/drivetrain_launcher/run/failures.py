@@ -102,7 +102,7 @@ class RankFailure:
         if not self.is_aftermath:
             return self.error.partition("\n")[0]
         at = f" at {Path(self.where).name}" if self.where else ""
-        return f"{self.error.partition(':')[0]}{at}: it waited for another rank"
+        return f"{self.error.partition(':')[0]}{at}, waiting for another rank"
 
     @property
     def shell_code(self) -> int:
@@ -310,9 +310,9 @@ def describe_others(root: RankFailure, failures: Sequence[RankFailure]) -> str:
         elif failure.error:
             pass
         elif failure.signal == "SIGTERM":
-            what = "was stopped by the launcher"
+            what = "stopped by the launcher"
         elif failure.signal == "SIGKILL":
-            what = "was killed (SIGKILL): by the launcher if it did not stop in time, else by another process"
+            what = "killed (SIGKILL): by the launcher if it did not stop in time, else by another process"
         elif failure.signal:
             what = f"ended by {failure.signal}"
         if failure.rank != root.rank:
