@@ -1,5 +1,7 @@
 import json
+import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -70,11 +72,15 @@ def test_the_traceback_is_shown_with_its_rank_unless_the_scripts_own_hook_showed
 @pytest.mark.parametrize(
     ("changes", "num_nodes", "words"),
     [
-        ({"exit_code": -9}, 1, "SIGKILL: most likely the system ran out of memory"),
+        (
+            {"exit_code": -9},
+            1,
+            "SIGKILL: by another process or user, or by the kernel for lack of memory (no such",
+        ),
         ({"exit_code": -11}, 1, "SIGSEGV: a crash in native code"),
         ({"exit_code": -7}, 1, "SIGBUS: most likely shared memory"),
         ({"exit_code": -64}, 1, "ended by SIGRTMAX"),
-        ({"exit_code": 124}, 1, "ended with exit code 124, its watchdog ended it"),
+        ({"exit_code": 124}, 1, "ended with exit code 124, its watchdog ended it\n"),
         ({"exit_code": 4}, 1, "ended with exit code 4, and no exception"),
         (TIMED_OUT, 1, "it ended early without an error, or it hangs"),
         (TIMED_OUT, 2, "one on another node failed first"),
@@ -85,7 +91,7 @@ def test_a_root_is_explained(changes: dict[str, object], num_nodes: int, words: 
 
 
 @pytest.mark.parametrize(
-    ("ended", "words"), [([1], "Rank 1 had ended before, with exit code 0"), ([1, 3], "Ranks 1, 3 had ended")]
+    ("ended", "words"), [([1], "not answer: rank 1 ended with exit code 0."), ([1, 3], "ranks 1, 3 ended")]
 )
 def test_ranks_that_had_ended_are_the_cause_of_a_broken_connection_alone(
     ended: list[int], words: str
@@ -93,11 +99,39 @@ def test_ranks_that_had_ended_are_the_cause_of_a_broken_connection_alone(
     shown = describe_root(failure(0, **BROKEN), num_nodes=1, ended=ended)
     assert words in shown
     assert "most likely" not in shown
-    assert "watchdog" not in shown
-    assert "ended before" not in describe_root(failure(0, **BOOM), num_nodes=1, ended=ended)
+    assert "exit code 0" not in describe_root(failure(0, **BOOM), num_nodes=1, ended=ended)
 
 
-def test_the_others_get_a_line_each_and_those_that_failed_alike_share_one() -> None:
+def test_lack_of_memory_is_said_where_the_kernel_counted_a_kill() -> None:
+    shown = describe_root(failure(0, exit_code=-9), num_nodes=1, lacked_memory=True)
+    assert "SIGKILL: most likely by the kernel, which has killed for lack of memory during the run" in shown
+    assert "memory" not in describe_root(failure(0, exit_code=-15), num_nodes=1, lacked_memory=True)
+
+
+HANG = "no progress for 5 s on rank 0; likely culprit: rank 1\n   rank\n>  1\nAll stacks: hang.txt"
+
+
+@pytest.mark.parametrize("changes", [TIMED_OUT, {"exit_code": 124}, {"exit_code": -6}])
+def test_a_hang_comes_last_and_in_place_of_other_causes(changes: dict[str, object]) -> None:
+    shown = describe_root(failure(0, **changes), num_nodes=2, ended=[1], hang=HANG)
+    assert shown.endswith(f"\ndrivetrain: the hang before it: {HANG}\n")
+    assert "did not answer" not in shown
+    assert "the hang" not in describe_root(failure(0, **BOOM), num_nodes=1, hang=HANG)
+
+
+@pytest.mark.parametrize("num_lines", [5, 50])
+def test_the_last_lines_name_the_rank_and_its_folder(num_lines: int) -> None:
+    text = "Traceback\n" + "  a frame\n" * (num_lines - 2) + "ValueError: boom\n"
+    root = failure(2, error="ValueError: boom", traceback=text, where="train.py:8")
+    lines = describe_root(root, num_nodes=1, folder=Path("logs/2")).splitlines()
+    who = "drivetrain: rank 2 (local rank 2, process 102, output in logs/2) failed"
+    assert [line for line in lines[-15:] if who in line] == [
+        who + (":" if num_lines == 5 else " at train.py:8")
+    ]
+    assert lines.count("ValueError: boom") == 1
+
+
+def test_the_others_get_a_line_each_and_those_that_ended_alike_share_one() -> None:
     root = failure(1, **BOOM)
     others = [
         failure(0, **BROKEN),
@@ -105,15 +139,18 @@ def test_the_others_get_a_line_each_and_those_that_failed_alike_share_one() -> N
         failure(3, exit_code=-9),
         failure(4, exit_code=7),
         failure(5, **BOOM),
+        failure(7, **TIMED_OUT, where="/home/ada/train.py:8"),
+        failure(8, **TIMED_OUT, where="/home/ada/train.py:8"),
     ]
     lines = describe_others(root, [root, *others, failure(6, **BOOM)]).splitlines()
     assert lines == [
         "drivetrain: the other ranks of this node:",
-        "  ranks 5, 6: the same error",
-        "  rank 0: RuntimeError: [gloo] Connection closed by peer (a connection broke after the first failure)",
-        "  rank 2: was stopped by the launcher",
-        "  rank 3: was killed (SIGKILL): by the launcher if it did not stop in time, else by the system",
+        "  rank 0: RuntimeError, waiting for another rank",
+        "  rank 2: stopped by the launcher",
+        "  rank 3: killed (SIGKILL): by the launcher if it did not stop in time, else by another process",
         "  rank 4: exit code 7",
+        "  ranks 5, 6: the same error",
+        "  ranks 7, 8: RuntimeError at train.py:8, waiting for another rank",
     ]
     assert "  rank 5: the same error\n" in describe_others(root, [root, *others])
     assert describe_others(root, [root]) == ""
@@ -142,6 +179,7 @@ def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
     read = read_failure(json.loads(file.read_text()), rank=5, local_rank=1, pid=7, exit_code=1, seen=0.0)
     assert read.error == "KeyError: 'weights'"
     assert 'raise KeyError("weights")' in read.traceback
+    assert re.fullmatch(r".*/test_failures\.py:\d+", read.where)
     assert read.was_shown
     assert read.time > 0
 
@@ -196,6 +234,17 @@ def test_an_error_of_ours_is_shown_down_to_the_users_line(
 )
 def test_other_errors_are_shown_in_full(action: Callable[[], object]) -> None:
     assert "found by" not in shown_to_user(action)
+
+
+def test_a_broken_connection_is_shown_down_to_the_users_line_without_native_frames() -> None:
+    work: Future[None] = Future()
+    work.set_exception(RuntimeError("Broken pipe\nException raised from recv at a.h:1\nframe #0: c10"))
+    shown = shown_to_user(work.result)
+    assert shown.endswith("; frames of libraries are left out)\nRuntimeError: Broken pipe\n")
+    assert "concurrent/futures" not in shown
+    work = Future()
+    work.set_exception(RuntimeError("another"))
+    assert "concurrent/futures" in shown_to_user(work.result)
 
 
 @pytest.mark.parametrize(

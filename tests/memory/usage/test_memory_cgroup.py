@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_memory.usage.memory_cgroup import CgroupFiles, find_cgroups, parse_usage, read_cgroup
+from drivetrain_memory.usage.memory_cgroup import (
+    CgroupFiles,
+    count_memory_kills,
+    find_cgroups,
+    parse_usage,
+    read_cgroup,
+)
 
 MB = 2**20
 STAT_2 = """anon {anon}
@@ -109,6 +115,28 @@ def test_in_a_container_the_mount_is_the_group(tmp_path: Path) -> None:
     assert (own.folder, own.limit_bytes) == (tmp_path / "cgroup", 1000)
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"proc/vmstat": "oom_kill {}\n"},
+        {
+            "proc/self/cgroup": "0::/job\n",
+            "cgroup/job/memory.events": "oom 9\noom_kill {}\noom_group_kill 0\n",
+        },
+        {
+            "proc/self/cgroup": "4:memory:/job\n",
+            "cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\noom_kill {}\n",
+        },
+    ],
+    ids=["host", "version 2", "version 1"],
+)
+def test_kills_for_lack_of_memory_are_counted(tmp_path: Path, files: dict[str, str]) -> None:
+    for count in (3, 4):
+        tree(tmp_path, {name: text.format(count) for name, text in files.items()})
+        assert count_memory_kills(root=tmp_path / "cgroup", proc=tmp_path / "proc") == count
+
+
 def test_a_system_without_groups_and_a_group_that_is_gone_give_nothing(tmp_path: Path) -> None:
     assert find_cgroups(root=tmp_path, proc=tmp_path) == ()
+    assert count_memory_kills(root=tmp_path, proc=tmp_path) is None
     assert read_cgroup(CgroupFiles(folder=tmp_path, version=2, limit_bytes=1)) is None

@@ -57,7 +57,9 @@ from drivetrain_launcher.run.node_changes import NodeChanges
 from drivetrain_launcher.run.output.terminals import are_one_output, output_terminals
 from drivetrain_launcher.run.preload.preloader import ForkedRank, Preloader
 from drivetrain_launcher.run.stopped_ranks import StoppedRanks
+from drivetrain_memory.usage.memory_cgroup import count_memory_kills
 from drivetrain_messages import say
+from drivetrain_state.hang.report import HANG_NOTE
 
 _SAVED = f"all ranks have saved; run the same command again to continue (exit code {RESUME_EXIT_CODE})"
 # A wrapper such as `uv run` forwards the signal that the terminal, or a supervisor, also sends to the launcher.
@@ -99,9 +101,8 @@ def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
                 plan, handler, changes=changes, stopped=stopped, logs=logs, starter=starter, keeper=keeper
             )
             return _run_agent(agent, keeper)
-    except SignalException as stop:
-        say(f"stopped by {stop.sigval.name}; no rank is left")
-        return 128 + stop.sigval
+    except SignalException as stop:  # while no rank ran
+        return _say_stopped(stop)
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         raise LaunchError(_explain_no_meeting(plan, error)) from error
 
@@ -118,7 +119,8 @@ def _run_agent(agent: "Agent", keeper: Keeper) -> int:
             say(_SAVED)
             return RESUME_EXIT_CODE
         if isinstance(stop, SignalException):
-            raise
+            keeper.drain()
+            return _say_stopped(stop, hang=agent.hang)
         return stop.exit_code
     finally:
         handler = agent.get_worker_group().spec.rdzv_handler
@@ -130,6 +132,14 @@ def _run_agent(agent: "Agent", keeper: Keeper) -> int:
         say(f"torch's agent gave up on the ranks, which are {result.state.name.lower()}")
         return 1
     return agent.exit_code
+
+
+def _say_stopped(stop: SignalException, *, hang: str = "") -> int:
+    """Name the signal, and a hang that lasted until then; return the exit code for the shell."""
+    say(f"stopped by {stop.sigval.name}; no rank is left")
+    if hang:
+        say(f"the hang before it: {hang}")
+    return 128 + stop.sigval
 
 
 class WorkerLogs(DefaultLogsSpecs):
@@ -152,6 +162,11 @@ class WorkerLogs(DefaultLogsSpecs):
             opened = self._streams.open(int(variables["RANK"]), files)
             destinations.stdouts[local_rank], destinations.stderrs[local_rank] = opened
         return destinations
+
+    def read_hang_note(self) -> str:
+        """Return the watchdog's report on a hang that lasted to the end; empty if no rank of this node has one."""
+        notes = [file.with_name(HANG_NOTE) for file in self.error_files.values()]
+        return next((note.read_text() for note in notes if note.exists()), "")
 
 
 class RankStarter:
@@ -235,6 +250,7 @@ class Agent(LocalElasticAgent):
 
     Attributes:
         exit_code: The exit code for the shell.
+        hang: The watchdog's report on a hang that lasted until a signal stopped the run; empty if there was none.
         has_saved: Whether a stopped rank ended with the exit code for "all ranks have saved, restart them".
     """
 
@@ -264,13 +280,14 @@ class Agent(LocalElasticAgent):
         )
         super().__init__(spec, logs_specs=logs)
         self.exit_code = 0
+        self.hang = ""
         self.has_saved = False
         self._logs = logs
         self._plan = plan
         self._keeper = keeper
         self._starter = starter
         self._root: RankFailure | None = None
-        self._ended: list[int] = []  # with exit code 0, before the first failure
+        self._memory_kills = count_memory_kills()
         self._has_told = False
         self._signals = StopSignals()
         self._changes = changes
@@ -309,8 +326,6 @@ class Agent(LocalElasticAgent):
         if not self._has_told:
             self._stopped.look(_ranks_of(worker_group))
             codes = poll_exit_codes(self)
-            workers = worker_group.workers
-            self._ended = [each.global_rank for each in workers if codes.get(each.local_rank) == 0]
             failures = self._failures(worker_group, codes)
             # A broken connection is only a consequence of another failure.
             causes = [failure for failure in failures if failure.error and not failure.is_aftermath]
@@ -347,6 +362,9 @@ class Agent(LocalElasticAgent):
         is_by_signal = isinstance(sys.exception(), SignalException)
         self._stopped.release(_ranks_of(self.get_worker_group()), may_save=is_by_signal)
         if is_by_signal:
+            self.hang = (
+                self._logs.read_hang_note()
+            )  # a later one would accuse ranks that the signal has ended
             self._keeper.say(
                 f"{death_sig.name}: stopping {self._plan.processes_per_node} ranks, which have {seconds:g} s to "
                 "save; once more kills them"
@@ -394,6 +412,7 @@ class Agent(LocalElasticAgent):
         return found
 
     def _show_all(self, failures: list[RankFailure], worker_group: WorkerGroup) -> None:
+        kill_sessions(_ranks_of(worker_group))  # what they have started may still write
         self._keeper.drain()
         # One rank suffices: it uses this code only when all have saved. Others may have been stopped while ending.
         if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
@@ -410,7 +429,16 @@ class Agent(LocalElasticAgent):
         lines = self._keeper.last_lines(root.rank, self._plan.tail_of(root.rank))
         sys.stderr.write(describe_others(root, failures))
         sys.stderr.write(describe_tail(root, lines))
-        sys.stderr.write(describe_root(root, num_nodes=self._plan.num_nodes, ended=self._ended))
+        codes = poll_exit_codes(self)
+        report = describe_root(
+            root,
+            num_nodes=self._plan.num_nodes,
+            ended=[each.global_rank for each in worker_group.workers if codes.get(each.local_rank) == 0],
+            hang=self._logs.read_hang_note(),
+            folder=self._logs.error_files[root.local_rank].parent if self._plan.log_dir is not None else None,
+            lacked_memory=count_memory_kills() != self._memory_kills,
+        )
+        sys.stderr.write(report)
         self.exit_code = root.shell_code
         if (remaining := remaining_restarts(self)) > 0:
             attempt = self._plan.max_restarts - remaining + 1

@@ -1,4 +1,4 @@
-"""The report on failed ranks: the traceback of the root failure, once, then one line for each other rank."""
+"""The report on failed ranks: a line for each group of them, then the root failure with its traceback."""
 
 import dis
 import json
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE
+from drivetrain_state.hang.report import rank_names
+from drivetrain_state.hang.stack import Frame, frame_owner
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -27,7 +29,8 @@ _AFTERMATH_WORDS = (
 
 # The likely cause of each signal that ends a process, and a remedy.
 _SIGNALS = {
-    "SIGKILL": "most likely the system ran out of memory and killed it; a smaller batch or fewer loader workers help",
+    "SIGKILL": "by another process or user, or by the kernel for lack of memory (no such kill is counted on this "
+    "host)",
     "SIGSEGV": "a crash in native code; the stack that faulthandler printed says where",
     "SIGBUS": "most likely shared memory (/dev/shm) is full; fewer loader workers, or a larger /dev/shm, help",
     "SIGABRT": "native code aborted; its message is above. If it mentions a data size, the ranks called a "
@@ -39,9 +42,17 @@ _SIGNALS = {
 }
 
 
+_LACK_OF_MEMORY = (
+    "most likely by the kernel, which has killed for lack of memory during the run; a smaller batch or fewer loader "
+    "workers help"
+)
+_SHORT_TRACEBACK = 12  # lines, after which the line above them still stands on the screen
+# What torch's C++ code adds to a message: its own stack.
+_NATIVE_STACK = "\nException raised from "
+
 # The meaning of drivetrain's own exit codes.
 _EXIT_CODES = {
-    124: "its watchdog ended it; the table above names the rank that all waited for",
+    124: "its watchdog ended it",
     RESUME_EXIT_CODE: "it has saved, and requests a restart",
 }
 
@@ -57,6 +68,7 @@ class RankFailure:
         exit_code: The exit code; negative for the signal that ended the process; None while it is still ending.
         error: The exception in one line; empty if there was none.
         traceback: The exception with its traceback; empty if there was none.
+        where: The script's innermost line, as `file:line`; empty if it is not known.
         was_shown: Whether the script's own hook has already shown the traceback.
         time: The time of the failure, in seconds since the epoch.
     """
@@ -67,6 +79,7 @@ class RankFailure:
     exit_code: int | None
     error: str = ""
     traceback: str = ""
+    where: str = ""
     was_shown: bool = False
     time: float = 0.0
 
@@ -81,9 +94,15 @@ class RankFailure:
     @property
     def is_aftermath(self) -> bool:
         """True if this looks like a consequence of another rank's failure: a broken connection to it."""
-        kind = self.error.partition(":")[0]
-        broken = any(words in self.error for words in _AFTERMATH_WORDS)
-        return kind.endswith(_AFTERMATH_TYPES) or (broken and not kind.endswith("OSError"))
+        return _is_aftermath(self.error)
+
+    @property
+    def outline(self) -> str:
+        """The exception in one line; of a broken connection, without the words of gloo or NCCL."""
+        if not self.is_aftermath:
+            return self.error.partition("\n")[0]
+        at = f" at {Path(self.where).name}" if self.where else ""
+        return f"{self.error.partition(':')[0]}{at}, waiting for another rank"
 
     @property
     def shell_code(self) -> int:
@@ -97,10 +116,13 @@ class RankFailure:
 
 def record_error(file: Path, error: BaseException, *, was_shown: bool) -> None:
     """Write an exception to the file that torch's agent reads, with additional fields of drivetrain."""
+    frames = _frames_of(error)
+    where = next((frame for frame in reversed(frames) if frame_owner(frame) == "user"), None)
     extra = {
         "py_callstack": format_for_user(error),
         "timestamp": str(int(time.time())),
         "drivetrain_time": time.time(),
+        "drivetrain_where": f"{where.file}:{where.line}" if where is not None else "",
         "drivetrain_was_shown": was_shown,
     }
     line = "".join(traceback.format_exception_only(error)).strip()
@@ -112,38 +134,46 @@ def record_error(file: Path, error: BaseException, *, was_shown: bool) -> None:
 
 
 def format_for_user(error: BaseException) -> str:
-    """Format an exception with its traceback; for an error that drivetrain raises, only down to the user's line.
+    """Format an exception with its traceback, down to the user's line if drivetrain raises it or a connection broke.
 
-    The message of such an error suffices: it gives the value or the call, the allowed values and a remedy. One line
-    replaces the library's frames. A failed assertion is shown in full, and so is an error whose message does not
-    repeat the message of its cause.
+    The message of an error of drivetrain suffices: it gives the value or the call, the allowed values and a remedy.
+    One line replaces the libraries' frames. A failed assertion is shown in full, and so is an error whose message
+    does not repeat the message of its cause.
     """
-    from drivetrain_state.hang.stack import Frame, frame_owner
-
-    entries = list(traceback.walk_tb(error.__traceback__))
-    owners = [
-        frame_owner(
-            Frame(
-                module=str(frame.f_globals.get("__name__", "")),
-                file=frame.f_code.co_filename,
-                line=line,
-                function=frame.f_code.co_qualname,
-            )
-        )
-        for frame, line in entries
-    ]
+    frames = _frames_of(error)
+    owners = [frame_owner(frame) for frame in frames]
     kept = max((place for place, owner in enumerate(owners, 1) if owner in ("user", "installed")), default=0)
     is_told = isinstance(error, ValueError) or (
         error.__cause__ is None and not isinstance(error, AssertionError)
     )
     is_alone = error.__context__ is None or error.__suppress_context__
-    if not (is_told and is_alone and kept and owners[-1] == "drivetrain" and _raised_by_statement(error)):
+    *_, line = message = list(traceback.format_exception_only(error))
+    is_ours = is_told and owners[-1:] == ["drivetrain"] and _raised_by_statement(error)
+    if not (is_alone and kept and (is_ours or _is_aftermath(line))):
         return "".join(traceback.format_exception(error))
     shown = traceback.format_exception(type(error), error, error.__traceback__, limit=kept, chain=False)
-    innermost, line = entries[-1]
-    found = f"  (found by {innermost.f_globals['__name__']}, line {line}; frames of libraries are left out)\n"
-    message = traceback.format_exception_only(error)
-    return "".join([*shown[: -len(message)], found, *message])
+    found = f"  (found by {frames[-1].module}, line {frames[-1].line}; frames of libraries are left out)\n"
+    text = "".join([*shown[: -len(message)], found, *message])
+    return text.partition(_NATIVE_STACK)[0].rstrip() + "\n"
+
+
+def _frames_of(error: BaseException) -> list[Frame]:
+    """Return the frames of an exception, outermost call first."""
+    return [
+        Frame(
+            module=str(frame.f_globals.get("__name__", "")),
+            file=frame.f_code.co_filename,
+            line=line,
+            function=frame.f_code.co_qualname,
+        )
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+
+
+def _is_aftermath(error: str) -> bool:
+    kind = error.partition(":")[0]
+    broken = any(words in error for words in _AFTERMATH_WORDS)
+    return kind.endswith(_AFTERMATH_TYPES) or (broken and not kind.endswith("OSError"))
 
 
 def _raised_by_statement(error: BaseException) -> bool:
@@ -174,6 +204,7 @@ def read_failure(
         exit_code=exit_code,
         error=str(said.get("message", "")),
         traceback=str(extra.get("py_callstack", "")),
+        where=str(extra.get("drivetrain_where", "")),
         was_shown=bool(extra.get("drivetrain_was_shown", False)),
         time=float(extra.get("drivetrain_time", seen)),
     )
@@ -204,7 +235,7 @@ def find_root(failures: Sequence[RankFailure]) -> RankFailure:
 def announce(failure: RankFailure, *, seconds: float) -> str:
     """Return the line that reports a failure at once, before the other ranks have stopped."""
     if failure.error:
-        what = f"failed: {failure.error.splitlines()[0]}"
+        what = f"failed: {failure.outline}"
     elif failure.signal:
         what = f"was ended by {failure.signal}"
     else:
@@ -221,51 +252,70 @@ def describe_tail(failure: RankFailure, lines: Sequence[str]) -> str:
     return head + "".join(f"  {line}\n" for line in lines)
 
 
-def describe_root(failure: RankFailure, *, num_nodes: int, ended: Sequence[int] = ()) -> str:
-    """Describe the root failure, with its traceback; `ended` are the ranks that had ended before with exit code 0."""
-    elsewhere = (
-        "it ended early without an error, or it hangs; a watchdog's table, where one stands above, names the rank"
-        if num_nodes == 1
-        else "one on another node failed first; look at that node's output"
-    )
-    cause = f"Another rank did not answer: most likely {elsewhere}."
-    if ended:
-        who = f"Rank {ended[0]}" if len(ended) == 1 else f"Ranks {', '.join(map(str, ended))}"
-        cause = f"{who} had ended before, with exit code 0."
-    who = f"rank {failure.rank} (local rank {failure.local_rank}, process {failure.pid})"
+def describe_root(
+    failure: RankFailure,
+    *,
+    num_nodes: int,
+    ended: Sequence[int] = (),
+    hang: str = "",
+    folder: Path | None = None,
+    lacked_memory: bool = False,
+) -> str:
+    """Describe the root failure, with its traceback; a long one is followed by the rank and the line.
+
+    Args:
+        failure: The root failure.
+        num_nodes: The number of nodes of the run.
+        ended: The ranks that have ended with exit code 0.
+        hang: The watchdog's report on a hang that lasted to the end; empty if there was none. It comes last.
+        folder: The folder of the rank's output; None without one.
+        lacked_memory: Whether the kernel killed a process for lack of memory during the run.
+    """
+    who = f"rank {failure.rank} (local rank {failure.local_rank}, process {failure.pid}"
+    who += f", output in {folder})" if folder is not None else ")"
+    cause = ""
+    if hang and (failure.is_aftermath or not failure.traceback):
+        cause = f"drivetrain: the hang before it: {hang}\n"
+    elif failure.is_aftermath:
+        likely = "most likely it ended early without an error, or it hangs"
+        if num_nodes > 1:
+            likely = "most likely one on another node failed first; look at that node's output"
+        if ended:
+            likely = f"{rank_names(ended)} ended with exit code 0"
+        cause = f"Another rank did not answer: {likely}.\n"
+    if failure.was_shown:
+        return f"drivetrain: {who} failed: {failure.error}; its traceback stands above\n{cause}"
     if failure.traceback:
-        shown = f"\n{failure.traceback}"
-        if failure.was_shown:
-            shown = f" {failure.error}; its traceback stands above\n"
-        hint = f"\n{cause}\n" if failure.is_aftermath else ""
-        return f"drivetrain: {who} failed:{shown}{hint}"
+        shown, at = f"{failure.traceback.rstrip()}\n", f" at {failure.where}" if failure.where else ""
+        if shown.count("\n") > _SHORT_TRACEBACK:
+            return f"drivetrain: the traceback of rank {failure.rank}:\n{shown}drivetrain: {who} failed{at}\n{cause}"
+        return f"drivetrain: {who} failed:\n{shown}{cause}"
     if failure.signal:
-        why = failure.error or _SIGNALS.get(failure.signal, "")
-        return f"drivetrain: {who} was ended by {failure.signal}{f': {why}' if why else ''}\n"
+        likely = (
+            _LACK_OF_MEMORY if lacked_memory and failure.signal == "SIGKILL" else _SIGNALS.get(failure.signal)
+        )
+        why = failure.error or likely
+        return f"drivetrain: {who} was ended by {failure.signal}{f': {why}' if why else ''}\n{cause}"
     why = _EXIT_CODES.get(failure.exit_code or 0, "and no exception")
-    return f"drivetrain: {who} ended with exit code {failure.exit_code}, {why}\n"
+    return f"drivetrain: {who} ended with exit code {failure.exit_code}, {why}\n{cause}"
 
 
 def describe_others(root: RankFailure, failures: Sequence[RankFailure]) -> str:
-    """Describe the other failed ranks, one line each, or one line for all with the same error as the root."""
-    others = sorted((f for f in failures if f.rank != root.rank), key=lambda failure: failure.rank)
-    alike = [failure.rank for failure in others if root.error and failure.error == root.error]
-    lines: list[str] = []
-    for failure in others:
-        if failure.rank in alike:
-            continue
-        what = f"exit code {failure.exit_code}"
-        if failure.error:
-            broken = " (a connection broke after the first failure)" if failure.is_aftermath else ""
-            what = f"{failure.error.splitlines()[0]}{broken}"
+    """Describe the other failed ranks, in a line for all that ended alike."""
+    alike: dict[str, list[int]] = {}
+    for failure in sorted(failures, key=lambda failure: failure.rank):
+        what = failure.outline or f"exit code {failure.exit_code}"
+        if root.error and failure.error == root.error:
+            what = "the same error"
+        elif failure.error:
+            pass
         elif failure.signal == "SIGTERM":
-            what = "was stopped by the launcher"
+            what = "stopped by the launcher"
         elif failure.signal == "SIGKILL":
-            what = "was killed (SIGKILL): by the launcher if it did not stop in time, else by the system"
+            what = "killed (SIGKILL): by the launcher if it did not stop in time, else by another process"
         elif failure.signal:
             what = f"ended by {failure.signal}"
-        lines.append(f"  rank {failure.rank}: {what}\n")
-    if alike:
-        who = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
-        lines.insert(0, f"  {who}: the same error\n")
+        if failure.rank != root.rank:
+            alike.setdefault(what, []).append(failure.rank)
+    lines = [f"  {rank_names(ranks)}: {what}\n" for what, ranks in alike.items()]
     return "".join(["drivetrain: the other ranks of this node:\n", *lines]) if lines else ""

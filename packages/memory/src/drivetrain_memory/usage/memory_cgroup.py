@@ -12,6 +12,7 @@ the reclaimable slab, so there the slab counts as held.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -100,6 +101,24 @@ def nearest_limit(*, root: Path = CGROUP_ROOT, proc: Path = PROC) -> CgroupUsage
     limited = (group for group in find_cgroups(root=root, proc=proc) if group.limit_bytes is not None)
     usages = [usage for group in limited if (usage := read_cgroup(group)) is not None]
     return min(usages, key=lambda usage: usage.left_bytes or 0, default=None)
+
+
+def count_memory_kills(*, root: Path = CGROUP_ROOT, proc: Path = PROC) -> int | None:
+    """Count the processes that the kernel killed for lack of memory; None if it does not tell.
+
+    The count grows if the kernel kills one on this host (Linux 4.13 and later), or in this process's group if a
+    container hides the host's. It may count one process twice.
+    """
+    groups = [
+        folder for _, folders in cgroup_folders("memory", root=root, proc=proc) for folder in folders[:1]
+    ]
+    names = ("memory.events", "memory.oom_control")
+    counts: list[int] = []
+    for file in (proc / "vmstat", *(group / name for group in groups for name in names)):
+        with suppress(OSError):
+            lines = file.read_text().splitlines()
+            counts += [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+    return sum(counts) if counts else None
 
 
 def read_cgroup(group: CgroupFiles) -> CgroupUsage | None:

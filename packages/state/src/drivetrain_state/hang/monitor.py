@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 from time import monotonic
 
 from torch.distributed import Store
@@ -56,7 +58,13 @@ class HangMonitor(threading.Thread):
     """A thread that measures idle time, and ends the process if it is stuck beyond the group's timeout."""
 
     def __init__(
-        self, *, topology: Topology, settings: StateSettings, record: ProgressRecord, store: Store
+        self,
+        *,
+        topology: Topology,
+        settings: StateSettings,
+        record: ProgressRecord,
+        store: Store,
+        note: Path | None,  # the file of the report for the launcher; None without a launcher
     ) -> None:
         super().__init__(name="drivetrain-hang-monitor", daemon=True)
         self.topology = topology
@@ -69,6 +77,8 @@ class HangMonitor(threading.Thread):
         self.stopping = threading.Event()
         self.ending = "finished"
         self._verdict: Verdict | None = None
+        self._note = note
+        self._noted = ""
         self.heard_at = monotonic()  # when the store last answered the reporter's requests
         self._store: Store | None = store
         self._store_address = store_address(store)
@@ -108,6 +118,7 @@ class HangMonitor(threading.Thread):
             idle = self.timer.idle_seconds
             if idle < self.settings.hang_timeout_seconds / 2:
                 self._stack, self._verdict = (), None
+                self._leave_note("")
                 continue
             if (frames := thread_frames(self.timer.latest.thread_id)) != self._stack:
                 self._stack, self._stack_since = frames, monotonic()
@@ -121,6 +132,7 @@ class HangMonitor(threading.Thread):
         # A later verdict that is not blocked changes nothing: ranks that waited then may have failed since.
         if verdict is None or verdict.blocked or self._verdict is None:
             self._verdict = verdict
+            self._leave_note(verdict.report if verdict is not None and verdict.blocked else "")
 
     @property
     def will_end(self) -> bool:
@@ -138,9 +150,8 @@ class HangMonitor(threading.Thread):
         place = find_place(self._stack)
         if not self.stuck(place) and not self.will_end:
             return
-        found = ""
-        if (verdict := self._verdict) is not None:
-            found = f"\n{verdict.text}" + (f"\nAll stacks: {verdict.stacks}" if verdict.stacks else "")
+        # The launcher shows the note at the end.
+        found = f"\n{self._verdict.report}" if self._verdict is not None and not self._noted else ""
         text = (
             f"rank {self.topology.rank} ends its process (exit code {HANG_EXIT_CODE}): no progress for "
             f"{idle:.0f} s, and timeout_seconds={self.settings.timeout_seconds:g}. Last progress: "
@@ -165,12 +176,25 @@ class HangMonitor(threading.Thread):
         if is_reported or monotonic() - self.heard_at < self.answer_seconds or not self.stuck(place):
             return
         self._reported_at_change = self.timer.num_changes
-        say(
+        report = (
             f"rank {self.topology.rank}: no progress for {idle:.0f} s (last: "
             f"{self.timer.latest.label}), at {place.where}: {place.call}\n"
             f"Likely culprit: whoever hosts the rendezvous store at {self._store_address} (rank 0, or the "
             "launcher): it does not answer, so it was killed or stopped"
         )
+        say(report)
+        self._leave_note(report)
+
+    def _leave_note(self, report: str) -> None:
+        """Write the note that the launcher shows if the run ends now; an empty report removes it."""
+        if self._note is None or report == self._noted:
+            return
+        with suppress(OSError):  # the launcher has died, and its folder is gone
+            if report:
+                self._note.write_text(report)
+            else:
+                self._note.unlink()
+            self._noted = report
 
     def _end_with_process(self) -> None:
         error = getattr(sys, "last_value", None)

@@ -17,6 +17,9 @@ _TIE_BEFORE = (
 )
 _SHOWN_GROUPS = 4
 
+# The file beside torch's error file with the report on a hang that lasts, for the launcher to show at the end.
+HANG_NOTE = "hang.txt"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -39,10 +42,9 @@ class Answer:
 class Verdict:
     """The reporting rank's diagnosis, as published to all ranks."""
 
-    text: str
+    report: str  # the diagnosis, the table and the file of the stacks, as lines
     blocked: bool  # whether some rank is stuck waiting for another
     witness: int  # the rank whose progress means that the run has resumed
-    stacks: str  # the path of the file with the full stacks; empty if it could not be written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

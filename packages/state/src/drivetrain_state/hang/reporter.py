@@ -150,18 +150,19 @@ class HangReporter(threading.Thread):
         diagnosis = diagnose(size, answers, departures)
         longest = max(answers.values(), key=lambda answer: (answer.stuck, answer.idle_seconds))
         path = self._directory / f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
-        stacks, note = str(path), f"All stacks: {path}"
+        note = f"All stacks: {path}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             path.write_text(stacks_text(size, answers, departures))
         except OSError as error:
-            stacks, note = "", f"The full stacks could not be written: {error}"
-        verdict = Verdict(text=str(diagnosis), blocked=diagnosis.blocked, witness=longest.rank, stacks=stacks)
-        self._rounds.conclude(current.number, asdict(verdict))
-        if diagnosis.blocked:
-            timeout_seconds = self._monitor.settings.timeout_seconds
-            note += f"; a rank that is stuck ends {timeout_seconds:g} s after its last progress"
-        say(
+            note = f"The full stacks could not be written: {error}"
+        report = (
             f"no progress for {longest.idle_seconds:.0f} s on rank {longest.rank}; {diagnosis}\n"
             f"{hang_table(size, answers, departures, diagnosis.ranks)}\n{note}"
         )
+        verdict = Verdict(report=report, blocked=diagnosis.blocked, witness=longest.rank)
+        self._rounds.conclude(current.number, asdict(verdict))
+        if diagnosis.blocked:
+            timeout_seconds = self._monitor.settings.timeout_seconds
+            report += f"; a rank that is stuck ends {timeout_seconds:g} s after its last progress"
+        say(report)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
 
+from drivetrain_config import environ
 from drivetrain_state.compat import default_store
 from drivetrain_state.hang.monitor import HangMonitor
 from drivetrain_state.hang.progress_record import ProgressRecord
+from drivetrain_state.hang.report import HANG_NOTE
 from drivetrain_state.hang.reporter import HangReporter
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.store_rounds import StoreRounds
@@ -51,7 +53,9 @@ def start_watchdog(
     for thread in threading.enumerate():
         if isinstance(thread, HangMonitor) and thread.adopt(record, shared):
             return Watchdog(thread, record)
-    monitor = HangMonitor(topology=topology, settings=settings, record=record, store=shared)
+    error_file = environ.read("TORCHELASTIC_ERROR_FILE")
+    note = Path(error_file).with_name(HANG_NOTE) if error_file else None
+    monitor = HangMonitor(topology=topology, settings=settings, record=record, store=shared, note=note)
     # A connection of its own: a main thread that waits on `shared` holds its lock.
     rounds = StoreRounds(PrefixStore("drivetrain_watchdog", shared.clone()), rank=topology.rank)
     monitor.begin(HangReporter(monitor, rounds, directory=report_directory or Path.cwd()))

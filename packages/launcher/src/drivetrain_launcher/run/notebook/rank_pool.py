@@ -18,6 +18,7 @@ from drivetrain_launcher.run.notebook.pickled_call import PickledCall
 from drivetrain_launcher.run.notebook.rank_channel import CallSetup, Message, Returned, new_content
 from drivetrain_launcher.run.notebook.rank_pool_plan import RankPoolPlan
 from drivetrain_launcher.run.notebook.rank_process import RankProcess
+from drivetrain_memory.usage.memory_cgroup import count_memory_kills
 from drivetrain_messages import say
 
 _GRACE_SECONDS = 30.0
@@ -37,6 +38,7 @@ class RankPool:
         self._ranks: list[RankProcess] = []
         self._modules: Mapping[str, int] = {}
         self._is_busy = False
+        self._memory_kills = count_memory_kills()
 
     def start(self) -> None:
         """Start the processes unless they run already; they import torch in the background."""
@@ -165,7 +167,9 @@ class RankPool:
                 error = None if exception is None else pickle.loads(exception)
             except Exception:  # noqa: BLE001 a user's class may raise anything; the error's text says enough
                 error = None
-            raise RankFailedError(describe_root(root, num_nodes=1), rank=root.rank, error=error)
+            lacked_memory = count_memory_kills() != self._memory_kills
+            report = describe_root(root, num_nodes=1, lacked_memory=lacked_memory)
+            raise RankFailedError(report, rank=root.rank, error=error)
         values: list[Any] = []
         for rank, outcome in enumerate(outcomes):
             assert isinstance(outcome, Returned)
