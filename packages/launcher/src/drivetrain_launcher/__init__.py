@@ -32,17 +32,8 @@ _NAMES = {
     "run.run": "run_plan",
     "settings": "LaunchSettings",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
-    __all__ = sorted(_MODULES)
+    from drivetrain_messages.lazy_names import lazy_names as _lazy_names
 
-    def __getattr__(name: str) -> object:
-        if name in _MODULES:
-            from importlib import import_module
-
-            return getattr(import_module(f"drivetrain_launcher.{_MODULES[name]}"), name)
-        raise AttributeError(f"module 'drivetrain_launcher' has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return __all__
+    __all__, __getattr__, __dir__ = _lazy_names(__name__, _NAMES)

@@ -4,7 +4,6 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from drivetrain_memory.breakdown.memory_shares import MemoryBreakdown
@@ -140,9 +139,7 @@ class MemoryGuard:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _breakdown(self) -> MemoryBreakdown | None:

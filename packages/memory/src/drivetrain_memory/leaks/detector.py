@@ -5,7 +5,6 @@ import logging
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 from drivetrain_memory.compat import WORKERS_ITERATOR, workers_of
@@ -130,9 +129,7 @@ class LeakDetector:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _suspect(self) -> None:

@@ -2,7 +2,6 @@
 
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -140,9 +139,7 @@ class PeakRecord:
         self._host = self._meter.read()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._update()
         if _ENCLOSING.get() is self:  # not where another thread ends the block
             _ENCLOSING.set(self._enclosing)

@@ -27,8 +27,6 @@ from drivetrain_launcher.wizard.settings_text import (
 )
 from drivetrain_messages import argument, say
 
-TOPIC = "Set up"  # in `drivetrain --help`
-
 _FILE = Path("drivetrain.yaml")
 _INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 

@@ -14,8 +14,6 @@ from drivetrain_config.settings.schema import specs
 from drivetrain_config.values.kinds import plain
 from drivetrain_messages import argument, format_table
 
-TOPIC = "Set up"  # in `drivetrain --help`
-
 _LIBRARIES = ("deepspeed", "transformers")
 _SHOWN = ("drivetrain", *_LIBRARIES)
 
