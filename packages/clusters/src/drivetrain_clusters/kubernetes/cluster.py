@@ -3,7 +3,7 @@
 Every launch asks each cluster for its placement. To keep starts fast, modules that submit are imported on use.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from drivetrain_clusters.kubernetes.placement import kubernetes_placement
 from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
@@ -16,9 +16,7 @@ class Kubernetes:
     ranks have saved and ended with exit code 75.
     """
 
-    def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
-        """Return the place of this pod in a job of our manifest or of Kubeflow; None outside such a job."""
-        return kubernetes_placement(environment)
+    placement = staticmethod(kubernetes_placement)
 
     def requeue(self, placement: JobPlacement) -> bool:
         """Return False: the JobSet starts the job again once its launchers have ended with exit code 75."""
