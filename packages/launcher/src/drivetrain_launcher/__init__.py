@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from drivetrain_launcher.run.run import run_plan as run_plan
     from drivetrain_launcher.settings import LaunchSettings as LaunchSettings
 
-# Module -> its public names.
+# Module -> its public names. Not by drivetrain_messages: the keeper's process sees this package alone.
 _NAMES = {
     "errors": "LaunchError RankFailedError",
     "plan.host_detection": "detect_host Host",
@@ -32,8 +32,17 @@ _NAMES = {
     "run.run": "run_plan",
     "settings": "LaunchSettings",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
-    from drivetrain_messages.lazy_names import lazy_names as _lazy_names
+    __all__ = sorted(_MODULES)
 
-    __all__, __getattr__, __dir__ = _lazy_names(__name__, _NAMES)
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
+
+            return getattr(import_module(f"drivetrain_launcher.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_launcher' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__
