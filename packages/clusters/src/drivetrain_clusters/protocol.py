@@ -17,7 +17,6 @@ class JobPlacement:
     A cluster starts either one task per node, whose launcher starts the ranks of its node, or one task per rank.
 
     Attributes:
-        cluster: The name of the cluster plug-in.
         job_id: The cluster's name for the job, which is also the name of the run.
         tasks_per_node: The number of tasks that the cluster started on this node.
         local_task: The index of this task on its node, from 0.
@@ -68,7 +67,6 @@ class JobRequest:
 
     Attributes:
         command: The command that each node runs, `drivetrain launch ...`, as separate words.
-        folder: The working directory of the job.
         processes_per_node: The number of processes on each node; None for one per accelerator.
         accelerators_per_node: The number of accelerators to request on each node; 0 for none.
         cpus_per_node: The number of CPU cores to request on each node; None for the cluster's default.
@@ -76,10 +74,8 @@ class JobRequest:
         time_limit_seconds: The time after which the cluster ends the job; None for the cluster's default.
         save_seconds: The time before the limit, or after a preemption, at which the job is told to save.
         max_requeues: The number of times that a preempted or timed-out job starts again.
-        log_dir: The folder of the job's output.
         device: The kind of device that the run is for, as `state.device` says it, or "cpu" by `run.cpu`.
         mixed_precision: The precision of the run, as `run.mixed_precision` says it.
-        environment: The variables to add to the environment of the job.
         options: The cluster's own options by name, such as {"partition": "gpu"} for Slurm.
     """
 
@@ -110,7 +106,6 @@ class Submission:
         command: The command that submits the job, as separate words that no shell reads; empty if the plug-in
             submits through a library.
         notes: Remarks for the user, each a sentence.
-        request: The request from which the submission was planned.
     """
 
     files: Mapping[Path, str]

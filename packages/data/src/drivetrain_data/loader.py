@@ -55,14 +55,11 @@ class ShardedLoader(Generic[Batch]):
         seed_source: The origin of the seed, as a phrase for users.
 
     Attributes:
-        dataset: The dataset of the user's loader.
-        shard: The shard that this loader reads.
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
         current: The plan of the batch yielded last; None outside a loop.
         num_received: The number of batches yielded in all loops so far.
         is_measured: Whether the program has asked for the loader's length.
         is_trained: Whether an optimizer has stepped in a loop over this loader.
-        source: The source that the loops read.
         may_interleave: Whether loops may run in turns, each from its own position; the loader's position is that of
             the loop advanced last. By default False: a loop raises an error once another loop has begun.
         watch: A generator function that passes on the readings and measures how long a loop waits; may be None.

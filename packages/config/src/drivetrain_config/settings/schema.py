@@ -102,7 +102,6 @@ class Flag:
         is_switch: Whether the field is a bool: the flag takes no value and has a negative form, `--no-...`.
         choices: The allowed values if the type is a closed list; else None.
         help: The description in one sentence, with the default.
-        metavar: The word that stands for the value.
         brief: The description in a few words, for a short help; empty for a flag that a short help leaves out.
         topic: The heading of the flag in a short help.
         is_on: Whether the default of a switch is true.
@@ -126,7 +125,6 @@ class Prompt:
 
     Attributes:
         default: The value for an empty answer.
-        choices: The allowed answers if the type is a closed list; else None.
         secret: Whether the answer must not be echoed.
         ask: The function that decides whether to ask and what to recommend, or the function's place; may be None.
     """

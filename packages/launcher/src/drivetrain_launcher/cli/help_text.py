@@ -22,9 +22,7 @@ class CommandHelp:
     """The help of a command.
 
     Attributes:
-        command: The words of the command.
         usage: The words that follow its flags.
-        summary: The command's purpose.
         arguments: The name and the help of each positional argument.
         groups: The flags by section; the command's own flags under an empty name.
     """

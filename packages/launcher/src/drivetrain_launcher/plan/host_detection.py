@@ -53,7 +53,6 @@ class Host:
         accelerator: The kind of accelerator that torch would use, such as "cuda"; None if there is none.
         accelerator_count: The number of accelerators visible to this process.
         visible_devices: The value of the variable that restricts them, such as CUDA_VISIBLE_DEVICES; None if unset.
-        omp_num_threads: The value of OMP_NUM_THREADS in the environment; None if unset.
         num_ranks: The number of ranks of another launcher that started this process as a rank; 0 without one.
         cpu_topology: The cores to bind ranks to; None to bind none.
         tpus: The TPUs of the host, if these are its accelerators.

@@ -14,11 +14,6 @@ class ModuleMemory:
 
     Attributes:
         name: The name in the model, such as "layers.0.attention"; empty for the model itself.
-        kind: The class of the module.
-        parameters: The bytes of its parameters.
-        gradients: The bytes of their gradients.
-        optimizer_states: The bytes of their optimizer states.
-        buffers: The bytes of its buffers.
         activations: The bytes of tensors that its forward saved for the backward, at the module's peak.
     """
 

@@ -37,7 +37,6 @@ class OperationTime:
     """The time of one operation over all ranks.
 
     Attributes:
-        name: The name of the operation.
         count: The number of calls, on all ranks together.
         own_ms: The time outside of inner operations, in milliseconds, by each rank that ran the operation.
         total_ms: The time with inner operations by rank, in milliseconds.

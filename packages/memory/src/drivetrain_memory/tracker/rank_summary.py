@@ -41,19 +41,14 @@ class RankSummary:
     """The memory of one rank over its run.
 
     Attributes:
-        rank: The index of the process.
-        host: The name of its machine.
-        pid: The process id.
         started_at: The begin, in seconds since 1970.
         seconds: The time from begin to end.
         interval_seconds: The time between two samples.
-        num_samples: The number of samples.
         num_lost: The samples that could not be written to disk.
         sampling_cpu_seconds: The processor time that sampling took.
         host_peak_bytes: The exact peak of the process, which samples may miss.
         host_source: The source of that peak: "kernel" and "getrusage" are exact, "sampled" is a lower bound.
         device_peaks: The exact peak of tensors on each accelerator.
-        peaks: The largest sample of each column.
         phases: The phases by path.
         timeline: The maxima over time, in a fixed number of buckets.
         models: The product names of devices.
