@@ -70,9 +70,9 @@ class CommandHelp:
         found: dict[str, _Rows] = {}
         for section, flags in self.groups.items():
             for flag in flags:
-                if flag.brief or section == OWN:
+                if flag.topic or section == OWN:
                     title = "Flags" if section == OWN else flag.topic
-                    found.setdefault(title, []).append((_short_name(flag), flag.brief or flag.help))
+                    found.setdefault(title, []).append((_short_name(flag), flag.brief))
         return found
 
 
@@ -85,11 +85,11 @@ def _whole_name(flag: Flag) -> str:
 
 
 def _short_name(flag: Flag) -> str:
-    if flag.is_switch and flag.brief:  # in the form that changes something
-        return f"--no-{flag.name[2:]}" if flag.is_on else flag.name
-    if flag.is_switch:
+    if not flag.is_switch:
+        return f"{flag.name} {flag.metavar}"
+    if flag.is_on and not flag.topic:  # its text is about the switch that is on
         return _whole_name(flag)
-    return f"{flag.name} {flag.metavar}"
+    return f"--no-{flag.name[2:]}" if flag.is_on else flag.name  # the form that changes something
 
 
 def _names_all(text: str, choices: Sequence[str]) -> bool:

@@ -35,24 +35,10 @@ _INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 class ConfigArguments:
     """The arguments of `drivetrain config`."""
 
-    output: Path = argument(
-        _FILE,
-        "File to write, ending in .yaml; launches find the default by themselves.",
-        brief="YAML file to write",
-    )
-    yes: bool = argument(
-        False, "Take every recommended answer, and ask nothing.", brief="Take every recommended answer"
-    )
-    from_: Path | None = argument(
-        None,
-        "Settings file to convert, such as Accelerate's YAML; asks nothing.",
-        brief="Settings file to convert",
-    )
-    force: bool = argument(
-        False,
-        "Replace a file that is there without asking; a copy is kept.",
-        brief="Replace a file that is there",
-    )
+    output: Path = argument(_FILE, "YAML file to write; launches find the default by themselves.")
+    yes: bool = argument(False, "Take every recommended answer; ask nothing.")
+    from_: Path | None = argument(None, "Settings file to convert; Accelerate's YAML too; asks nothing.")
+    force: bool = argument(False, "Replace a file that is there without asking; a copy is kept.")
     layers: Layers = field(default_factory=lambda: Layers({}))
 
     def __post_init__(self) -> None:

@@ -22,9 +22,7 @@ _SHOWN = ("drivetrain", *_LIBRARIES)
 class EnvArguments:
     """The arguments of `drivetrain env`."""
 
-    json: bool = argument(
-        False, "Print JSON, for programs and bug reports.", brief="Print JSON, for programs and bug reports"
-    )
+    json: bool = argument(False, "Print JSON, for programs and bug reports.")
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 
