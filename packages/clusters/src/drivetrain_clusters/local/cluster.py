@@ -10,7 +10,7 @@ from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.job_variables import JobVariables, job_port, visible_devices
 from drivetrain_clusters.local.script import JOB_VARIABLE, RESTARTS_VARIABLE, SCRIPT_BEGIN, plan_local
 from drivetrain_clusters.output_tail import OutputTail
-from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
+from drivetrain_clusters.protocol import JobPlacement, Submission
 from drivetrain_clusters.request_values import job_file
 from drivetrain_clusters.system_command import run_command
 
@@ -57,9 +57,7 @@ class Local:
         del placement
         return False
 
-    def plan(self, request: JobRequest) -> Submission:
-        """Return the script of a job on this machine, and the command that starts it in the background."""
-        return plan_local(request)
+    plan = staticmethod(plan_local)
 
     def submit(self, submission: Submission) -> str:
         """Start the job in the background and return its id, the process id of its shell."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import JobRequest
-from drivetrain_clusters.request_values import OptionReader, check_known, memory_bytes
+from drivetrain_clusters.request_values import OptionReader, memory_bytes
 from drivetrain_config.values.conversion import ConversionError, convert
 from drivetrain_config.values.kinds import plain
 
@@ -85,8 +85,7 @@ class RayJob:
 
 def plan_ray(request: JobRequest) -> RayJob:
     """Plan a request on Ray; a ClusterError names a wrong option, or a job too large for Ray."""
-    check_known("ray", request.options, _OPTIONS)
-    read = OptionReader(request.options)
+    read = OptionReader("ray", request.options, _OPTIONS)
     accelerator = read.matching("accelerator", _RESOURCE, "the name of a resource of Ray, such as GPU or TPU")
     strategy = read.matching("strategy", _STRATEGY, "auto, STRICT_SPREAD, SPREAD, PACK or STRICT_PACK")
     job = RayJob(
