@@ -77,14 +77,7 @@ class RankSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        return plain | {
-            "version": _VERSION,
-            "peaks": {name: asdict(peak) for name, peak in self.peaks.items()},
-            "phases": {path: asdict(use) for path, use in self.phases.items()},
-            "timeline": self.timeline.to_json(),
-            "breakdown": None if self.breakdown is None else asdict(self.breakdown),
-        }
+        return asdict(self) | {"version": _VERSION, "timeline": self.timeline.to_json()}
 
     @classmethod
     def from_json(cls, described: Mapping[str, Any]) -> "RankSummary":
