@@ -59,10 +59,8 @@ class RankEnvironment:
 def launched() -> RankEnvironment | None:
     """Read torchrun's variables; None in a process that no launcher started.
 
-    MASTER_ADDR and MASTER_PORT alone do not imply a launcher: some clusters set them for every process.
-
-    Raises:
-        ConfigError: Only some of the variables are set, one is not an integer, or they are inconsistent.
+    MASTER_ADDR and MASTER_PORT alone do not imply a launcher: some clusters set them for every process. ConfigError
+    if only some of the variables are set, one is not an integer, or they are inconsistent.
     """
     if not any(name in os.environ for name in _RANKS):
         return None

@@ -46,14 +46,6 @@ class ShardedLoader(Generic[Batch]):
     Each loop over the loader is an epoch: the first loop reads `epoch`, and each later one the next epoch unless
     `set_epoch` chooses another. After `load_state_dict`, the first loop reads the rest of the saved epoch.
 
-    Args:
-        source: The source of the batches.
-        dispatch: The stage that sends every rank its batches if one rank reads for all; None if each rank reads.
-        copies: The prefetcher that copies batches to the device; None leaves batches where they are.
-        activity: The stack of active loaders to update for every batch.
-        on_batch: A callback to call for every batch.
-        seed_source: The origin of the seed, as a phrase for users.
-
     Attributes:
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
         current: The plan of the batch yielded last; None outside a loop.

@@ -44,13 +44,9 @@ class RoundOverError(RuntimeError):
 class Member:
     """A node that takes part in a run, with a thread that speaks to the store until `close`.
 
-    Args:
-        store: The connection to the store.
-        node: The node, whose number came from the store.
-        silence_seconds: The time without an answer after which the node gives up on the store's host.
-        place: The address of the store, for messages.
-        fence: A function that ends the ranks at once. The thread calls the function after the node was frozen for so
-            long that the other nodes may have gone on without it.
+    After `silence_seconds` without an answer the node gives up on the store's host; `place` is its address. The
+    thread calls `fence`, which ends the ranks at once, after the node was frozen for so long that the other nodes may
+    have gone on without it.
 
     Attributes:
         state: The state of the run, as this node knows it.

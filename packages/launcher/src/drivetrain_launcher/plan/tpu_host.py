@@ -65,14 +65,8 @@ def tpu_environment(
 ) -> dict[str, str]:
     """Return the variables that torch_tpu reads in the processes of a launch, one process a device. Pure.
 
-    Args:
-        tpus: The TPUs of this host; those of all hosts are alike.
-        num_processes: The number of processes on each host.
-        num_nodes: The number of hosts.
-        hosts: The hosts' names in the order of their ranks; empty where nothing tells.
-
-    Raises:
-        LaunchError: So many devices of a host are not wired to each other, or nothing says where the hosts are.
+    All hosts are alike; `hosts` are their names by rank, empty where nothing tells. A LaunchError says that so many
+    devices of a host are not wired to each other, or that nothing says where the hosts are.
     """
     topology = tpus.given.get(TOPOLOGY) or (tpus.topologies.get(num_processes) if num_nodes == 1 else None)
     if topology is None and num_nodes == 1:
