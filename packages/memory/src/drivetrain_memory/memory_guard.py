@@ -27,9 +27,7 @@ class MemoryGuard:
 
     Near the limit the thread logs a warning that lists what holds memory. With `stop_at` it also sets `should_stop`.
     A training loop reads that attribute at each step, and saves a checkpoint before the kernel ends the process.
-    Memory that the kernel can drop does not count:
-
-        held = current - (active_file + inactive_file - dirty - writeback + slab_reclaimable)
+    Memory that the kernel can drop, such as written pages of files, does not count.
 
     The guard reads the group's size, which is cheap, and its statistics only when the size with all cache is near the
     limit. An allocation that goes from below the threshold past the limit between two checks is not caught. Without a

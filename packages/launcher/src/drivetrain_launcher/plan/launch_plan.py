@@ -195,19 +195,10 @@ def _cluster_lines(place: JobPlacement | None) -> list[str]:
     if place is None:
         return []
     hosts = place.hosts if len(place.hosts) <= 4 else (*place.hosts[:2], "...", place.hosts[-1])
-    shown = {
-        "num_nodes": place.num_nodes,
-        "node_rank": place.node_rank,
-        "num_tasks": place.num_tasks,
-        "tasks_per_node": place.tasks_per_node,
-        "task_rank": place.task_rank,
-        "local_task": place.local_task,
-        "hosts": ",".join(hosts),
-        "master_addr": place.master_addr,
-        "master_port": place.master_port,
-        "devices": None if place.devices is None else ",".join(place.devices) or "none",
-        "restart_count": place.restart_count,
-    }
+    names = ("num_nodes", "node_rank", "num_tasks", "tasks_per_node", "task_rank", "local_task", "hosts")
+    names += ("master_addr", "master_port", "devices", "restart_count")
+    devices = None if place.devices is None else ",".join(place.devices) or "none"
+    shown = {name: getattr(place, name) for name in names} | {"hosts": ",".join(hosts), "devices": devices}
     each = "one task per rank" if place.is_one_task_per_rank else "one task per node"
     rows = [(name, str(value)) for name, value in shown.items() if value not in (None, "")]
     width = max(len(value) for _, value in rows)
