@@ -139,33 +139,26 @@ class Cluster(Protocol):
     def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
         """Return the place of this process in its job; None if the environment is not one of this cluster's jobs.
 
-        Raises:
-            ClusterError: Variables are missing or contradict each other; the message names them with their values.
+        A ClusterError names variables, with their values, that are missing or contradict each other.
         """
         ...
 
     def requeue(self, placement: JobPlacement) -> bool:
         """Ask the cluster to start the job again; return False if the cluster does so by itself or cannot.
 
-        Raises:
-            ClusterError: The cluster refused.
+        ClusterError if the cluster refused.
         """
         ...
 
     def plan(self, request: JobRequest) -> Submission:
         """Return the files and the command that submit a job. Pure: nothing is written.
 
-        Raises:
-            ClusterError: The cluster cannot run the request, or an option is unknown to it.
+        ClusterError if the cluster cannot run the request, or an option is unknown to it.
         """
         ...
 
     def submit(self, submission: Submission) -> str:
-        """Submit the job and return its id.
-
-        Raises:
-            ClusterError: The cluster's command or library is not installed, or the cluster refused the job.
-        """
+        """Submit the job and return its id; ClusterError if what submits is not installed, or the cluster refused."""
         ...
 
     def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
@@ -173,9 +166,5 @@ class Cluster(Protocol):
         ...
 
     def cancel(self, job_id: str) -> None:
-        """End the job.
-
-        Raises:
-            ClusterError: The cluster does not know the job, or refused.
-        """
+        """End the job; ClusterError if the cluster does not know the job, or refused."""
         ...

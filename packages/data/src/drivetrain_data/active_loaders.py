@@ -80,8 +80,7 @@ class LoaderTracker:
     def plan(self, loader: Planned | None = None) -> BatchPlan | None:
         """Return the plan of a loader's current batch, by default the loader on top; None outside any loop.
 
-        Raises:
-            AmbiguousLoaderError: Two loaders are read in turns, and their batches would be trimmed differently.
+        AmbiguousLoaderError if two loaders are read in turns, and their batches would be trimmed differently.
         """
         if loader is not None:
             return loader.current

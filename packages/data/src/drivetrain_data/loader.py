@@ -257,8 +257,7 @@ class ShardedLoader(Generic[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a position: the next loop continues with the first sample that was not received.
 
-        Raises:
-            DataStateError: The state belongs to other data or another order, or its format is newer.
+        DataStateError if the state belongs to other data or another order, or its format is newer.
         """
         check_state(state, identity=self.source.identity(), fingerprint=fingerprint_of(self.dataset))
         self.source.load_extra_state(state["epoch"], state["extra"])

@@ -96,8 +96,7 @@ class MemoryGuard:
     def check(self) -> CgroupUsage | None:
         """Check the memory once, now; warn or set `should_stop` if a threshold is passed.
 
-        Returns:
-            The usage of the group that is nearest to its limit; None if no group is near its limit.
+        Return the usage of the group that is nearest to its limit; None if no group is near its limit.
         """
         least = min(self._warn_at, self._stop_at or 1.0)
         near = [usage for group in self._groups if (usage := _usage_above(group, least - _REARM)) is not None]
@@ -116,11 +115,7 @@ class MemoryGuard:
         return usage
 
     def start(self) -> None:
-        """Start the thread. `with guard:` does the same, and stops the thread after the block.
-
-        Raises:
-            RuntimeError: The guard was started before.
-        """
+        """Start the thread, once. `with guard:` does the same, and stops the thread after the block."""
         if self._thread is not None:
             raise RuntimeError("this guard was started before: make another")
         self._thread = threading.Thread(target=self._run, name="drivetrain-memory-guard", daemon=True)

@@ -290,10 +290,8 @@ def accumulation_steps(starting_batch_size: int, batch_size: int, *, steps: int 
     """Return the micro-batches of `batch_size` that make up one step of `steps` micro-batches of the starting size.
 
     The number is rounded up, so the global batch never shrinks. If the batch size does not divide it evenly, it grows
-    by less than one micro-batch on each rank.
-
-    Raises:
-        ValueError: A number is below 1, or the batch size is above the starting one.
+    by less than one micro-batch on each rank. ValueError if a number is below 1, or the batch size above the starting
+    one.
     """
     if min(starting_batch_size, batch_size, steps) < 1 or batch_size > starting_batch_size:
         raise ValueError(

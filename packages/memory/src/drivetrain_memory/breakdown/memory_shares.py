@@ -58,11 +58,7 @@ class MemoryBreakdown:
     def by_prefix(self, depth: int) -> tuple[ModuleMemory, ...]:
         """Return the memory of modules down to a depth of names, deeper submodules included.
 
-        Args:
-            depth: The number of parts of a name: 1 for "layers", 2 for "layers.0".
-
-        Raises:
-            ValueError: The depth is not positive.
+        The depth, at least 1, is the number of parts of a name: 1 for "layers", 2 for "layers.0".
         """
         if depth < 1:
             raise ValueError(f"depth={depth}: must be at least 1")

@@ -17,8 +17,7 @@ from drivetrain_memory.system_heap import trim_heap
 def clear_device_cache(garbage_collection: bool = False) -> None:
     """Return unused memory in the cache of the accelerator's allocator to the driver.
 
-    Args:
-        garbage_collection: Whether to collect garbage first, so that tensors in reference cycles are freed too.
+    With `garbage_collection`, collect garbage first, so that tensors in reference cycles are freed too.
     """
     if garbage_collection:
         gc.collect()

@@ -109,11 +109,7 @@ class LeakDetector:
             self._suspect()
 
     def investigate(self) -> None:
-        """Begin an investigation at this step; it ends `investigation_steps` steps later.
-
-        Raises:
-            RuntimeError: An investigation is under way.
-        """
+        """Begin an investigation, which ends `investigation_steps` later; RuntimeError if one is under way."""
         if self._investigation is not None:
             raise RuntimeError(
                 "an investigation is under way: it ends by itself, after investigation_steps steps"

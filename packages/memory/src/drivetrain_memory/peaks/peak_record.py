@@ -42,11 +42,8 @@ class PeakRecord:
     """The peak memory of a block; `record_peak` makes it.
 
     The kernel counts every page in memory. These include pages of files, such as the code of libraries, which it may
-    drop at any time. A peak of the host is therefore an upper bound of what the block itself needs.
-
-    Args:
-        children: Whether child processes count.
-        proc: The folder of the kernel's process files; without these files, the portable counters are used.
+    drop at any time. A peak of the host is therefore an upper bound of what the block itself needs. Without the
+    kernel's files in the folder `proc`, the portable counters are used.
     """
 
     def __init__(self, *, children: bool = True, proc: Path = PROC) -> None:

@@ -81,11 +81,7 @@ class RankSummary:
 
     @classmethod
     def from_json(cls, described: Mapping[str, Any]) -> "RankSummary":
-        """Return the summary that `to_json` described.
-
-        Raises:
-            ValueError: Another version wrote the summary.
-        """
+        """Return the summary that `to_json` described; ValueError if another version wrote it."""
         if (found := described.get("version")) != _VERSION:
             raise ValueError(f"a summary of version {found!r}: this drivetrain-memory reads {_VERSION}")
         plain: dict[str, Any] = {name: described[name] for name in cls.__slots__}
@@ -100,11 +96,7 @@ class RankSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMemory:
-    """The memory of all ranks of a run.
-
-    Attributes:
-        ranks: The summaries in the order of ranks.
-    """
+    """The memory of all ranks of a run: their summaries, in order."""
 
     ranks: tuple[RankSummary, ...]
 
@@ -140,11 +132,7 @@ class RunMemory:
 
 
 def merge_summaries(summaries: Iterable[RankSummary]) -> RunMemory:
-    """Merge the summaries of ranks, in any order.
-
-    Raises:
-        ValueError: There is no summary, or a rank has two.
-    """
+    """Merge the summaries of ranks, in any order; ValueError if there is none, or a rank has two."""
     ordered = tuple(sorted(summaries, key=lambda summary: summary.rank))
     if not ordered:
         raise ValueError("no summary to merge: give that of one rank at least")
@@ -168,9 +156,7 @@ def write_summary(folder: Path, summary: RankSummary) -> None:
 def read_summaries(folder: str | Path) -> RunMemory:
     """Read and merge the summaries of all ranks in a folder. Called on one rank, after all have stopped.
 
-    Raises:
-        FileNotFoundError: The folder has no summary.
-        ValueError: A summary cannot be read.
+    FileNotFoundError if the folder has no summary; ValueError if one cannot be read.
     """
     files = sorted(Path(folder).glob(f"{_PREFIX}*.json"))
     if not files:
