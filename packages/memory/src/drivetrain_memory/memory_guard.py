@@ -42,8 +42,6 @@ class MemoryGuard:
         interval_seconds: The time between two checks.
         describe: A function that returns what holds memory, such as `lambda: memory_breakdown(model, optimizer)`. The
             guard's thread calls it once for each warning.
-        cgroup_root: The folder where the system mounts control groups.
-        proc: The folder of the kernel's process files.
 
     Raises:
         ValueError: A threshold is not above 0 and at most 1, the interval is not positive, or `on_stop` is given

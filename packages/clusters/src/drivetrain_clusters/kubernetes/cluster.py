@@ -46,21 +46,20 @@ class Kubernetes:
 
     def submit(self, submission: Submission) -> str:
         """Create the JobSet, and return its namespace and name."""
-        from drivetrain_clusters.kubernetes.kubectl import ObjectName, read_objects
+        from drivetrain_clusters.kubernetes.kubectl import read_objects
 
         made = read_objects(submission.command[1:])["metadata"]
-        return str(ObjectName(namespace=made["namespace"], name=made["name"]))
+        return f"{made['namespace']}/{made['name']}"
 
     def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
         """Write the output of all nodes until the JobSet ends; return the exit code of the node that failed first."""
         from drivetrain_clusters.kubernetes.jobset_output import JobSetOutput
-        from drivetrain_clusters.kubernetes.kubectl import ObjectName
 
-        return JobSetOutput(ObjectName.parse(job_id), submission.request.num_nodes, write).follow()
+        return JobSetOutput(job_id, submission.request.num_nodes, write).follow()
 
     def cancel(self, job_id: str) -> None:
         """Delete the JobSet; its pods have time to save."""
-        from drivetrain_clusters.kubernetes.kubectl import ObjectName, run_kubectl
+        from drivetrain_clusters.kubernetes.kubectl import parse_job_id, run_kubectl
 
-        job = ObjectName.parse(job_id)
-        run_kubectl(["delete", "jobset", job.name, f"--namespace={job.namespace}", "--wait=false"])
+        namespace, name = parse_job_id(job_id)
+        run_kubectl(["delete", "jobset", name, f"--namespace={namespace}", "--wait=false"])

@@ -81,10 +81,7 @@ def detect_host(device: str) -> Host:
     """Detect the accelerators of this host and the settings of its environment.
 
     torch is imported only if an accelerator's driver is loaded, or if the system cannot tell, so that a machine
-    without accelerators never waits for the import.
-
-    Args:
-        device: The chosen kind of device: "auto" selects the best one, "cpu" looks for no accelerator.
+    without accelerators never waits for the import. The device "auto" selects the best kind, "cpu" looks for none.
     """
     num_ranks = 0
     # Inherited variables are those of a parent process.

@@ -16,7 +16,7 @@ _ENCLOSING: "ContextVar[PeakRecord | None]" = ContextVar("drivetrain_memory_encl
 
 
 def record_peak(*, children: bool = True) -> "PeakRecord":
-    """Measure the peak memory of a block on the host and on each accelerator.
+    """Return a context manager that measures the peak memory of its block on the host and on each accelerator.
 
     The counters are those of the kernel and of torch's allocators, reset when the block begins: no peak is too short
     to be seen. Blocks may be nested in one thread; overlapping blocks in several threads disturb each other. Memory
@@ -25,9 +25,6 @@ def record_peak(*, children: bool = True) -> "PeakRecord":
     Args:
         children: Whether child processes count too, each with a separate peak. A block costs some 60 us without child
             processes, and 200 us or more with them.
-
-    Returns:
-        A context manager with the peaks: in the block the peaks so far, afterwards the peaks of the block.
 
     Example:
         >>> with record_peak() as peak:
