@@ -16,7 +16,7 @@ from drivetrain_config.settings.schema import specs
 from drivetrain_config.settings.vocabulary import converted
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.wizard.interview import ask_all, choose_asker
-from drivetrain_launcher.wizard.machine_facts import detect_machine
+from drivetrain_launcher.wizard.machine_facts import describe_machine, detect_machine
 from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key
 from drivetrain_launcher.wizard.settings_text import (
     answers_of,
@@ -81,13 +81,14 @@ def _run(arguments: ConfigArguments, command: str) -> int:
         answers = {**_settings_of(arguments.from_, "as in"), **given}
         heading = f"The settings of a drivetrain run, converted from {arguments.from_}."
     else:
-        machine = detect_machine()
+        known = detect_machine()
+        machine = describe_machine(known)
         sys.stdout.write(f"{machine}\n")
         before = path if path.is_file() else None
         if arguments.layers.file is not None:
             before = arguments.layers.file.path
         earlier = {} if before is None else _settings_of(before, "as before, in")
-        answers = ask_all(asker, kinds, machine.known(), given, earlier)
+        answers = ask_all(asker, kinds, known, given, earlier)
         heading = f"The settings of a drivetrain run, chosen by drivetrain config on {machine}."
     kept = write_settings(path, settings_text(answers, kinds, heading=[heading]))
     _report(path, kept, answers, launch_line(answers, kinds, command=command), command=command)
