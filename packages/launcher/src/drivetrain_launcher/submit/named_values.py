@@ -7,8 +7,17 @@ from drivetrain_launcher.errors import LaunchError
 
 # What the launcher, or the cluster, sets for each process.
 _LAUNCHERS = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT "
-    "DRIVETRAIN_CONFIG".split()
+    {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "DRIVETRAIN_CONFIG",
+    }
 )
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
