@@ -71,9 +71,8 @@ class Local:
         output = OutputTail(job_file(submission, job_id, ".out"))
         code = job_file(submission, job_id, ".code")
         while True:
-            runs = _is_running(
-                job_id
-            )  # before the code is looked for, since it is written before the shell ends
+            # Before the code is looked for, since it is written before the shell ends.
+            runs = _is_running(job_id)
             write(output.read())
             if code.exists():
                 write(output.read())
@@ -117,10 +116,8 @@ def _is_another_program(job_id: str) -> bool:
             time.sleep(0.01)
     except OSError:  # a system without /proc does not tell
         return False
-    for word in words:
+    for script in (Path(os.fsdecode(word)) for word in words if word.endswith(b".sh")):
         with suppress(OSError):  # removed since
-            if word.endswith(b".sh") and Path(os.fsdecode(word)).read_text(errors="replace").startswith(
-                SCRIPT_BEGIN
-            ):
+            if script.read_text(errors="replace").startswith(SCRIPT_BEGIN):
                 return False
     return True

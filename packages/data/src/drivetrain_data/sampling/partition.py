@@ -113,9 +113,8 @@ class Partition:
         block, member = divmod(shard, self._sharing)
         begin, end = self._number_in(block, self._tail_start), self._number_in(block, self.stop)
         if self.even == "pad":
-            numbers = (
-                np.arange(begin + member * self.batch_size, begin + (member + 1) * self.batch_size) % end
-            )
+            first = begin + member * self.batch_size
+            numbers = np.arange(first, first + self.batch_size) % end
         else:
             first, last = balanced(end - begin, self._sharing, member)
             numbers = np.arange(begin + first, begin + last) if first < last else np.array([end - 1])

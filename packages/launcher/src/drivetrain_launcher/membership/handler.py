@@ -188,11 +188,5 @@ class ElasticNodes(LaunchersStoreHandler):
         )
 
     def _connect(self, seconds: float) -> TCPStore:
-        meeting = self._meeting
-        return TCPStore(
-            meeting.address,
-            meeting.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=seconds),
-        )
+        timeout = timedelta(seconds=seconds)
+        return TCPStore(self._meeting.address, self._meeting.port, timeout=timeout, wait_for_workers=False)

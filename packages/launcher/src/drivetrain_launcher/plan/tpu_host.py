@@ -79,11 +79,8 @@ def tpu_environment(
         raise LaunchError(
             f"{num_nodes} hosts with TPUs: set {TOPOLOGY} on each to the wiring of the whole slice, such as 4,4,1"
         )
-    hosts = (
-        ("localhost",)
-        if num_nodes == 1
-        else hosts or tuple(filter(None, tpus.given.get(HOSTS, "").split(",")))
-    )
+    named = hosts or tuple(filter(None, tpus.given.get(HOSTS, "").split(",")))
+    hosts = ("localhost",) if num_nodes == 1 else named
     if len(hosts) != num_nodes and ADDRESSES not in tpus.given:
         raise LaunchError(
             f"{num_nodes} hosts with TPUs, of which {len(hosts)} are named: set {HOSTS} to the names of all "

@@ -107,12 +107,9 @@ class RankTests:
             case ast.Name() | ast.Attribute():
                 if self._is_agreed(node):
                     return False
-                values = self.bindings.values(node)
-                return (
-                    any(self.is_number(each, depth - 1) for each in values)
-                    if values
-                    else _last(node) in _NUMBERS
-                )
+                if values := self.bindings.values(node):
+                    return any(self.is_number(each, depth - 1) for each in values)
+                return _last(node) in _NUMBERS
             case ast.BinOp():
                 return self.is_number(node.left, depth) or self.is_number(node.right, depth)
             case ast.IfExp():
