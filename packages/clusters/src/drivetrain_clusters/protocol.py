@@ -1,5 +1,6 @@
 """The protocol of a cluster, and the frozen values that it takes and returns."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +116,8 @@ class Submission:
 
     def __str__(self) -> str:
         parts = [f"# {path}\n{text}" for path, text in self.files.items()]
-        return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
+        parts += [f"note: {note}" for note in self.notes]
+        return "\n".join([*parts, *([f"$ {shlex.join(self.command)}"] if self.command else [])])
 
 
 class Cluster(Protocol):

@@ -20,6 +20,7 @@ _NUMBERS = word_set(
     "ddp_local_rank ddp_rank dp_rank global_rank local_process_index local_rank node_rank "
     "process_index rank world_rank"
 )
+RANK_WORDS = _FLAGS | _NUMBERS  # names that always hold a rank or a test of the rank
 _NUMBER_CALLS = frozenset(
     {"get_rank", "get_local_rank", "get_global_rank", "get_node_rank", "get_node_local_rank"}
 )
@@ -280,8 +281,3 @@ def _is_environ(node: ast.AST) -> bool:
 
 def _is_variable(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value in _VARIABLES
-
-
-def rank_words() -> frozenset[str]:
-    """Return the names that always hold a rank or a test of the rank."""
-    return _FLAGS | _NUMBERS

@@ -20,11 +20,9 @@ def record_peak(*, children: bool = True) -> "PeakRecord":
 
     The counters are those of the kernel and of torch's allocators, reset when the block begins: no peak is too short
     to be seen. Blocks may be nested in one thread; overlapping blocks in several threads disturb each other. Memory
-    that other threads allocate during the block counts. Any rank may call this alone.
-
-    Args:
-        children: Whether child processes count too, each with a separate peak. A block costs some 60 us without child
-            processes, and 200 us or more with them.
+    that other threads allocate during the block counts. Any rank may call this alone. With `children`, child
+    processes count too, each with a separate peak. A block costs some 60 us without them, and 200 us or more with
+    them.
 
     Example:
         >>> with record_peak() as peak:
