@@ -117,19 +117,18 @@ def accelerator_may_exist(dev: Path = Path("/dev")) -> bool:
     return any(next(dev.glob(pattern), None) is not None for pattern in _DEVICE_NODES)
 
 
-def detect_cpu_topology(
-    accelerator: str | None, *, visible: Sequence[str] = (), root: Path = Path("/")
-) -> CpuTopology:
+def detect_cpu_topology(accelerator: str | None, *, visible: Sequence[str] = ()) -> CpuTopology:
     """Read the cores that this process may use, and the NUMA node of each visible accelerator.
 
-    `visible` has the accelerators that ranks use, by number or UUID, in their order; empty for all. `root` is the
-    folder of `sys` and `proc`. A LaunchError says that this system cannot bind a process to cores.
+    `visible` has the accelerators that ranks use, by number or UUID, in their order; empty for all. A LaunchError
+    says that this system cannot bind a process to cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise LaunchError("--bind auto: this system cannot bind a process to cores (Linux can); leave it out")
     from drivetrain_launcher.plan.control_groups import read_group_limits  # few launches bind
 
-    found = read_cpu_topology(root, usable=os.sched_getaffinity(0), accelerator=accelerator, visible=visible)
+    usable = os.sched_getaffinity(0)
+    found = read_cpu_topology(Path("/"), usable=usable, accelerator=accelerator, visible=visible)
     return replace(found, quota=read_group_limits().cpus)
 
 

@@ -32,12 +32,7 @@ class LaunchTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """A process of a plan.
-
-    Attributes:
-        rank: The global rank; with c10d rendezvous, the rank if this node is the first to arrive.
-        binding: The cores to bind the process to; None for any.
-    """
+    """A process of a plan; with c10d rendezvous, its rank is that of a node which is the first to arrive."""
 
     rank: int
     local_rank: int

@@ -34,9 +34,8 @@ class TryOutcome(Enum):
 class ExecutableBatchSize:
     """The result of a search, to save with a run: a later search begins with it.
 
-    Attributes:
-        batch_size: The samples of a micro-batch on one rank in the current try, or in the last one that fitted; None
-            before the first try, and after a try that did not fit.
+    The batch size is that of a micro-batch on one rank in the current try, or in the last one that fitted; None
+    before the first try, and after a try that did not fit.
     """
 
     batch_size: int | None = None
