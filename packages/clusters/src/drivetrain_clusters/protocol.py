@@ -21,7 +21,6 @@ class JobPlacement:
         job_id: The cluster's name for the job, which is also the name of the run.
         tasks_per_node: The number of tasks that the cluster started on this node.
         local_task: The index of this task on its node, from 0.
-        num_tasks: The number of tasks on all nodes together.
         task_rank: The index of this task among all of them, from 0.
         master_addr: The host name or address of node 0; empty if the cluster does not say where node 0 is, so
             that the user must.

@@ -21,7 +21,6 @@ class RankEnvironment:
     """The ranks and rendezvous that torchrun, or a launcher like it, passes to a worker.
 
     Attributes:
-        local_world_size: The number of processes on this node.
         run_id: The run's name, the same on all ranks; "none" if the launcher sets none.
         agent_store: Whether the launcher's agent, not rank 0, hosts the store.
         restart_count: The number of times that the agent has restarted the workers.

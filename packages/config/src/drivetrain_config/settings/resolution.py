@@ -44,7 +44,6 @@ class Resolved(Generic[Section]):
     """A resolved section, with the source of each value.
 
     Attributes:
-        sources: The source of each field, by name.
         disagreements: Fields with different values in code and on the command line, or in code and a layer that won.
     """
 

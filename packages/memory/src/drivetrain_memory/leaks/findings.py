@@ -143,8 +143,7 @@ class LeakReport:
     """The result of an investigation of growing memory.
 
     Attributes:
-        first_step: The step at which the investigation began.
-        last_step: The step at which it ended.
+        first_step: The step at which the investigation began; it ended at `last_step`.
         leaks: The memory that grows, the largest first; empty if none does.
         is_fragmented: Whether the allocator of the host or the device takes more memory while the memory in use does
             not grow.

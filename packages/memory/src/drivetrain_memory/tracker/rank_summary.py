@@ -43,7 +43,6 @@ class RankSummary:
     Attributes:
         started_at: The begin, in seconds since 1970.
         seconds: The time from begin to end.
-        interval_seconds: The time between two samples.
         num_lost: The samples that could not be written to disk.
         sampling_cpu_seconds: The processor time that sampling took.
         host_peak_bytes: The exact peak of the process, which samples may miss.

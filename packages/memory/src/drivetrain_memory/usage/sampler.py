@@ -34,7 +34,6 @@ class SamplerSettings:
     Attributes:
         children_seconds: For the list of child processes; a reading takes some 10 us for each thread.
         cgroup_seconds: For the control group; a reading takes some 50 us or more, as the kernel sums statistics up.
-        pinned_seconds: For pinned memory.
         drivers_seconds: For power, temperature and utilisation, which a separate thread reads.
         proportional_seconds: For proportional set sizes; the kernel walks all pages, some 10 ms for a GB.
     """
