@@ -84,6 +84,7 @@ def test_loaders_read_in_turns_are_those_of_one_loop() -> None:
         assert activity.read_in_turns() == ([one, other] if step else [other])
         for _ in inner:
             assert activity.read_in_turns() == [inner]
+            assert set(activity.being_read) == {one, other, inner}
     assert activity.read_in_turns() == []
     assert [each.num_received for each in (one, other, inner)] == [3, 3, 3]
 

@@ -47,6 +47,11 @@ class LoaderTracker:
         """The loader that yielded last and is still being read; None if there is none."""
         return self._stack[-1] if self._stack else None
 
+    @property
+    def being_read(self) -> Sequence[Planned]:
+        """The loaders in running loops; the loader that yielded last is the last item."""
+        return self._stack
+
     def push(self, loader: Planned) -> None:
         """Record that a loader yields a batch. Called for each batch."""
         stack = self._stack
