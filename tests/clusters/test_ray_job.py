@@ -1,5 +1,4 @@
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +16,10 @@ def test_a_hostile_job_reaches_its_driver_as_it_is(
 ) -> None:
     request = make_request(name=name, command=("drivetrain", "launch", *words), environment=variables)
     planned = plan_ray(request)
-    text = planned.job.encode()
+    text = planned.encode()
     assert re.fullmatch(r"[A-Za-z0-9_=-]+", text)
-    assert RayJob.decode(text) == planned.job
-    assert (planned.job.command, planned.job.environment) == (request.command, variables)
+    assert RayJob.decode(text) == planned
+    assert planned.request == request
     assert planned.entrypoint == "python -m drivetrain_clusters.ray.driver"
 
 
@@ -34,14 +33,13 @@ def test_resources_have_rays_names() -> None:
     request = make_request(
         cpus_per_node=8, memory_per_node="2KiB", accelerators_per_node=4, options={"accelerator": "TPU"}
     )
-    assert plan_ray(request).job.bundle == {"CPU": 8, "memory": 2048, "TPU": 4}
-    assert plan_ray(make_request()).job.bundle == {"CPU": 1}
+    assert plan_ray(request).bundle == {"CPU": 8, "memory": 2048, "TPU": 4}
+    assert plan_ray(make_request()).bundle == {"CPU": 1}
 
 
 def test_a_folder_is_shared_or_copied() -> None:
-    assert plan_ray(make_request()).job.folder == Path("/workspace")
-    copied = plan_ray(make_request(options={"upload": "true"}))
-    assert (copied.job.folder, copied.upload) == (None, Path("/workspace"))
+    assert plan_ray(make_request()).upload is False
+    assert plan_ray(make_request(options={"upload": "true"})).upload is True
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,15 @@ from drivetrain_clusters import ClusterError
 from drivetrain_clusters.ray.cluster import Ray
 from drivetrain_clusters.ray.placement import ray_variables
 
-GIVEN = ray_variables(
-    job_id="train-1",
-    num_nodes=2,
-    node_rank=1,
-    master_addr="10.0.0.1",
-    master_port=41234,
-    restart_count=3,
-    devices=("0", "2"),
-)
+PLACE = {
+    "job_id": "train-1",
+    "num_nodes": 2,
+    "node_rank": 1,
+    "master_addr": "10.0.0.1",
+    "master_port": 41234,
+    "restart_count": 3,
+}
+GIVEN = ray_variables(PLACE, devices=("0", "2"))
 
 
 def test_a_launcher_reads_what_the_driver_sets() -> None:

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain_data import AmbiguousLoaderError, LoaderTracker, Shard, ShardedLoader, shard_loader
+from drivetrain_data import (
+    AmbiguousLoaderError,
+    LoaderTracker,
+    Shard,
+    ShardedLoader,
+    shard_loader,
+    trim,
+    trim_objects,
+)
 
 
 def loader(activity: LoaderTracker, length: int, count: int = 4) -> ShardedLoader[Any]:
@@ -54,8 +62,8 @@ def test_zipped_loaders_of_different_steps_need_a_name() -> None:
         ):
             activity.plan()
         gathered = torch.arange(4)
-        assert activity.trim(gathered, loader=one).tolist() == [0]
-        assert activity.trim_objects([["a", "b"]] * 4, loader=other) == ["a", "b"] * 4
+        assert trim(activity.plan(one), gathered).tolist() == [0]
+        assert trim_objects(activity.plan(other), [["a", "b"]] * 4) == ["a", "b"] * 4
 
 
 def test_zipped_loaders_of_equal_steps_need_no_name_and_leave_all_clear() -> None:

@@ -80,7 +80,7 @@ def test_the_launch_line_gives_the_same_settings(tmp_path: Path, capsys: Any) ->
         ("ddp", "broadcast_buffers"): GivenAnswer(value=False, why=""),
         ("run", "seed"): GivenAnswer(value=None, why=""),
     }
-    line = launch_line(answers, sections())
+    line = launch_line(answers, sections(), command="drivetrain launch")
     assert line == (
         "drivetrain launch --num-processes 2 --cpu --project-dir 'my runs' --log-with jsonl,wandb "
         "--no-ddp-broadcast-buffers train.py"

@@ -4,40 +4,60 @@ from typing import Any, Literal
 import pytest
 
 from drivetrain_config import sections
-from drivetrain_launcher.wizard.machine_facts import MachineFacts
 from drivetrain_launcher.wizard.questionnaire import GivenAnswer, Key, plan_questions
 
 BACKENDS = {"single": "One.", "ddp": "Replicas.", "fsdp": "Shards.", "deepspeed": "ZeRO."}
-EIGHT = MachineFacts(
-    accelerator="cuda",
-    accelerator_count=8,
-    accelerator_name="NVIDIA H100",
-    accelerator_memory_bytes=80 * 2**30,
-    can_bf16=True,
-    can_fp16=True,
-    num_cpus=96,
-    host="node0",
-    folder="llm",
-    backends=BACKENDS,
-    trackers={"jsonl": "A file."},
-)
-OLD = MachineFacts(
-    accelerator="cuda", accelerator_count=1, accelerator_name="Tesla V100", can_fp16=True, backends=BACKENDS
-)
-NONE = MachineFacts(num_cpus=4, backends=BACKENDS)
-IN_A_JOB = MachineFacts(
-    cluster="slurm", num_nodes=4, accelerator="cuda", accelerator_count=8, backends=BACKENDS
-)
+UNKNOWN: dict[str, Any] = {
+    "machine.host": "localhost",
+    "machine.folder": "run",
+    "machine.num_cpus": 1,
+    "machine.memory_bytes": None,
+    "machine.accelerator": None,
+    "machine.accelerator_count": 0,
+    "machine.accelerator_name": "",
+    "machine.accelerator_memory_bytes": None,
+    "machine.can_fp16": False,
+    "machine.can_bf16": False,
+    "cluster.name": None,
+    "cluster.num_nodes": None,
+    "installed.backends": BACKENDS,
+    "installed.trackers": {},
+}
+EIGHT = UNKNOWN | {
+    "machine.accelerator": "cuda",
+    "machine.accelerator_count": 8,
+    "machine.accelerator_name": "NVIDIA H100",
+    "machine.accelerator_memory_bytes": 80 * 2**30,
+    "machine.can_bf16": True,
+    "machine.can_fp16": True,
+    "machine.num_cpus": 96,
+    "machine.host": "node0",
+    "machine.folder": "llm",
+    "installed.trackers": {"jsonl": "A file."},
+}
+OLD = UNKNOWN | {
+    "machine.accelerator": "cuda",
+    "machine.accelerator_count": 1,
+    "machine.accelerator_name": "Tesla V100",
+    "machine.can_fp16": True,
+}
+NONE = UNKNOWN | {"machine.num_cpus": 4}
+IN_A_JOB = UNKNOWN | {
+    "cluster.name": "slurm",
+    "cluster.num_nodes": 4,
+    "machine.accelerator": "cuda",
+    "machine.accelerator_count": 8,
+}
 
 
 def answered(
-    facts: MachineFacts, said: dict[str, Any], kinds: dict[str, type[Any]] | None = None
+    facts: dict[str, Any], said: dict[str, Any], kinds: dict[str, type[Any]] | None = None
 ) -> dict[str, Any]:
     """Answer as `said`, or else as recommended; return every question asked with its recommendation."""
     known = sections() if kinds is None else kinds
     answers: dict[Key, GivenAnswer] = {}
     asked: dict[str, Any] = {}
-    while questions := plan_questions(known, facts.known(), answers).questions:
+    while questions := plan_questions(known, facts, answers).questions:
         question = questions[0]
         name = f"{question.section}.{question.field}"
         assert name not in asked
@@ -68,7 +88,7 @@ def test_one_old_device_leaves_no_choice_of_processes_and_backend() -> None:
 
 
 def test_an_old_device_is_not_offered_what_it_cannot_do() -> None:
-    plan = plan_questions(sections(), OLD.known(), {})
+    plan = plan_questions(sections(), OLD, {})
     (precision,) = (question for question in plan.questions if question.field == "mixed_precision")
     assert [choice.value for choice in precision.choices] == ["fp16", "no"]
     assert "Tesla V100 has no units for bf16" in precision.why
@@ -158,12 +178,12 @@ def test_a_third_partys_section_appears_by_itself() -> None:
     assert [name for name in asked if name.startswith("model.")] == ["model.name", "model.kind"]
     assert asked["model.kind"] == "large"
     assert "model.kind" not in answered(NONE, {"model.name": "tiny"}, kinds)
-    plan = plan_questions(kinds, EIGHT.known(), {})
+    plan = plan_questions(kinds, EIGHT, {})
     assert plan.further["model"] == "The model of a third party."
 
 
 def test_a_section_that_is_opened_asks_for_every_field_but_secrets() -> None:
-    plan = plan_questions({"model": ModelSettings}, NONE.known(), {}, opened=("model",))
+    plan = plan_questions({"model": ModelSettings}, NONE, {}, opened=("model",))
     assert [question.field for question in plan.questions] == ["name", "width", "kind"]
     assert plan.questions[1].text == "Size of the layers?"
     assert plan.further == {}
@@ -171,16 +191,16 @@ def test_a_section_that_is_opened_asks_for_every_field_but_secrets() -> None:
 
 def test_settings_of_an_earlier_file_are_recommended_with_their_source() -> None:
     earlier = {("launch", "num_nodes"): GivenAnswer(value=4, why="as before, in drivetrain.yaml:3")}
-    (question, *_) = plan_questions(sections(), EIGHT.known(), {}, earlier=earlier).questions
+    (question, *_) = plan_questions(sections(), EIGHT, {}, earlier=earlier).questions
     assert (question.recommended, question.why) == (4, "as before, in drivetrain.yaml:3")
 
 
 @pytest.mark.parametrize("facts", [EIGHT, OLD, NONE, IN_A_JOB])
 def test_the_recommended_choice_comes_first_and_every_recommendation_has_a_reason(
-    facts: MachineFacts,
+    facts: dict[str, Any],
 ) -> None:
     for backend in BACKENDS:
         answers = {("run", "backend"): GivenAnswer(value=backend, why="")}
-        for question in plan_questions(sections(), facts.known(), answers).questions:
+        for question in plan_questions(sections(), facts, answers).questions:
             assert question.why
             assert not question.choices or question.choices[0].value == question.recommended

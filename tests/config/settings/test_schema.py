@@ -53,7 +53,7 @@ def test_a_flag_says_all_a_parser_needs() -> None:
         choices=("no", "bf16", "none"),
         help="what to compute in (default: not set)",
         metavar="MODE",
-        topic="probe",
+        brief="what to compute in",
     )
     assert FLAGS["side"].choices == ("left", "right")
     assert FLAGS["data_path"].help == "where the data stands (default: none, must be given)"
@@ -132,13 +132,14 @@ class Described:
 
 def test_a_brief_makes_a_line_of_a_short_help_with_its_default() -> None:
     found = {flag.field: flag for flag in flags(Described, "probe")}
-    assert {name: (flag.brief, flag.topic) for name, flag in found.items() if flag.brief} == {
+    assert {name: (flag.brief, flag.topic) for name, flag in found.items() if flag.topic} == {
         "num_steps": ("Steps (default: 3)", "Pace"),
         "ranks": ("Ranks to show (default: 0,8)", "probe"),
         "rate": ("Rate of it", "probe"),
         "is_on": ("Leave it off", "probe"),
     }
     assert found["is_on"].is_on
+    assert (found["either"].brief, found["either"].topic) == ("Number or word (default: a)", "")
 
 
 def test_a_metavar_says_what_kind_of_value_it_is() -> None:

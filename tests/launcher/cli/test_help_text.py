@@ -20,16 +20,16 @@ def names_in(text: str) -> set[str]:
 
 
 def test_the_short_help_has_the_flags_with_a_brief_a_line_each() -> None:
-    shown = LAUNCH.help.text(Page())
+    shown = LAUNCH.help(Page())
     flags = [flag for group in LAUNCH.groups.values() for flag in group]
-    assert names_in(shown) == {flag.name for flag in flags if flag.brief}
+    assert names_in(shown) == {flag.name for flag in flags if flag.topic or flag.section == ""}
     assert f"--help-all describes all {len(flags)} flags" in shown
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
 def test_each_flag_of_a_short_help_is_one_line_of_80_columns(name: str) -> None:
     parser = build_parser(name, *load_arguments(commands()[name]))
-    shown = parser.help.text(Page())
+    shown = parser.help(Page())
     if "--help-all describes" in shown:
         for line in shown.partition("\nFlags\n")[2].splitlines():
             assert len(line) <= 80
@@ -38,7 +38,7 @@ def test_each_flag_of_a_short_help_is_one_line_of_80_columns(name: str) -> None:
 
 @needs_umbrella
 def test_the_short_help_of_a_launch_is_about_twenty_flags_under_topics() -> None:
-    shown = LAUNCH.help.text(Page())
+    shown = LAUNCH.help(Page())
     assert 20 <= len(names_in(shown)) <= 26
     assert re.findall("^[A-Z].*$", shown, re.MULTILINE)[1:] == [
         "Arguments", "Flags", "Processes", "Training", "Results"
@@ -46,7 +46,7 @@ def test_the_short_help_of_a_launch_is_about_twenty_flags_under_topics() -> None
 
 
 def test_the_whole_help_has_every_flag_of_every_section() -> None:
-    shown = names_in(LAUNCH.help.text(Page(), has_all=True))
+    shown = names_in(LAUNCH.help(Page(), has_all=True))
     for group in LAUNCH.groups.values():
         assert {f"--[no-]{flag.name[2:]}" if flag.is_switch else flag.name for flag in group} <= shown
 
@@ -88,7 +88,7 @@ class Own:
 
 
 def test_the_short_help_has_a_commands_own_flags_and_a_switch_as_it_changes_something() -> None:
-    shown = build_parser("probe", Own, "Probe it.").help.text(Page())
+    shown = build_parser("probe", Own, "Probe it.").help(Page())
     assert {"--purpose", "--no-quiet", "--config"} <= names_in(shown)
     assert "--quiet" not in names_in(shown)
     assert "What it is for, in a text that is longer" in " ".join(shown.split())
@@ -97,7 +97,7 @@ def test_the_short_help_has_a_commands_own_flags_and_a_switch_as_it_changes_some
 @pytest.mark.parametrize("name", sorted(commands()))
 def test_no_help_shows_the_choices_of_a_flag_twice(name: str) -> None:
     parser = build_parser(name, *load_arguments(commands()[name]))
-    shown = parser.help.text(Page(width=100_000), has_all=True)
+    shown = parser.help(Page(width=100_000), has_all=True)
     for flag in (flag for group in parser.groups.values() for flag in group if flag.choices):
         (row,) = re.findall(rf"^  {flag.name} .*(?:\n {{24}}.*)?$", shown, re.MULTILINE)
         text = re.sub(r" \(default: [^()]*\)$", "", row)

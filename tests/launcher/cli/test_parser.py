@@ -179,7 +179,7 @@ def test_a_commands_own_flag_stands_before_a_sections() -> None:
     arguments = parser.parse(["--num-processes", "3"])
     assert arguments.num_processes == 3
     assert "launch" not in {section for section, _ in arguments.layers.entries}
-    assert parser.help.text(Page(), has_all=True).count("--num-processes ") == 1
+    assert parser.help(Page(), has_all=True).count("--num-processes ") == 1
     with pytest.raises(UsageError, match="num_processes=10: at most 9"):
         parser.parse(["--num-processes", "10"])
 

@@ -137,15 +137,9 @@ class RayContract(ClusterContract):
 
     def jobs(self) -> Sequence[Sequence[Mapping[str, str]]]:
         def node(rank: int, num_nodes: int, devices: Sequence[str]) -> dict[str, str]:
-            return ray_variables(
-                job_id="train-1",
-                num_nodes=num_nodes,
-                node_rank=rank,
-                master_addr="10.0.0.1",
-                master_port=31007,
-                restart_count=1,
-                devices=devices,
-            )
+            job = {"job_id": "train-1", "num_nodes": num_nodes, "node_rank": rank, "restart_count": 1}
+            place = {**job, "master_addr": "10.0.0.1", "master_port": 31007}
+            return ray_variables(place, devices=devices)
 
         return ([node(rank, 3, ("0", "1")) for rank in range(3)], [node(0, 1, ())])
 
@@ -153,7 +147,7 @@ class RayContract(ClusterContract):
         return make_request(folder=directory)
 
     def words(self, submission: Submission) -> tuple[str, ...]:
-        return plan_ray(submission.request).job.command
+        return plan_ray(submission.request).request.command
 
 
 @pytest.mark.parametrize(

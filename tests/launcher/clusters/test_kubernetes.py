@@ -110,6 +110,7 @@ def test_a_plan_names_its_file_and_command_and_what_the_image_must_hold() -> Non
 
 @pytest.mark.parametrize("trap", [*TRAPS[:6], "", "\n", "--all/x", "team/--all", "team/x y", "a/b/c"])
 def test_no_job_id_reaches_kubectl_as_something_else(trap: str) -> None:
-    for call in (Kubernetes().cancel, lambda job: Kubernetes().follow(job, None, print)):  # type: ignore[arg-type]
+    submission = Kubernetes().plan(make_request(options={"image": "x"}))
+    for call in (Kubernetes().cancel, lambda job: Kubernetes().follow(job, submission, print)):
         with pytest.raises(ClusterError, match="a job on kubernetes is NAMESPACE/NAME"):
             call(trap)

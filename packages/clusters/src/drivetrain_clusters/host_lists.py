@@ -15,10 +15,8 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
     Names are separated by commas. Each bracket of a name holds numbers and ranges, which keep their leading zeros:
     `n[001-003,007],gpu-[1-2]-[5,8]` stands for n001, n002, n003, n007, gpu-1-5, gpu-1-8, gpu-2-5 and gpu-2-8. Later
-    brackets of a name count faster.
-
-    Raises:
-        ValueError: A bracket is open, nested or empty, a range is invalid, or the list has over a million hosts.
+    brackets of a name count faster. ValueError if a bracket is open, nested or empty, a range is invalid, or the list
+    has over a million hosts.
     """
     hosts: list[str] = []
     for word in _split(text):

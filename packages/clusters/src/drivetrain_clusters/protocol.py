@@ -1,5 +1,6 @@
 """The protocol of a cluster, and the frozen values that it takes and returns."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,9 @@ class JobPlacement:
     A cluster starts either one task per node, whose launcher starts the ranks of its node, or one task per rank.
 
     Attributes:
-        cluster: The name of the cluster plug-in.
         job_id: The cluster's name for the job, which is also the name of the run.
         tasks_per_node: The number of tasks that the cluster started on this node.
         local_task: The index of this task on its node, from 0.
-        num_tasks: The number of tasks on all nodes together.
         task_rank: The index of this task among all of them, from 0.
         master_addr: The host name or address of node 0; empty if the cluster does not say where node 0 is, so
             that the user must.
@@ -68,7 +67,6 @@ class JobRequest:
 
     Attributes:
         command: The command that each node runs, `drivetrain launch ...`, as separate words.
-        folder: The working directory of the job.
         processes_per_node: The number of processes on each node; None for one per accelerator.
         accelerators_per_node: The number of accelerators to request on each node; 0 for none.
         cpus_per_node: The number of CPU cores to request on each node; None for the cluster's default.
@@ -76,10 +74,8 @@ class JobRequest:
         time_limit_seconds: The time after which the cluster ends the job; None for the cluster's default.
         save_seconds: The time before the limit, or after a preemption, at which the job is told to save.
         max_requeues: The number of times that a preempted or timed-out job starts again.
-        log_dir: The folder of the job's output.
         device: The kind of device that the run is for, as `state.device` says it, or "cpu" by `run.cpu`.
         mixed_precision: The precision of the run, as `run.mixed_precision` says it.
-        environment: The variables to add to the environment of the job.
         options: The cluster's own options by name, such as {"partition": "gpu"} for Slurm.
     """
 
@@ -110,7 +106,6 @@ class Submission:
         command: The command that submits the job, as separate words that no shell reads; empty if the plug-in
             submits through a library.
         notes: Remarks for the user, each a sentence.
-        request: The request from which the submission was planned.
     """
 
     files: Mapping[Path, str]
@@ -120,7 +115,8 @@ class Submission:
 
     def __str__(self) -> str:
         parts = [f"# {path}\n{text}" for path, text in self.files.items()]
-        return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
+        parts += [f"note: {note}" for note in self.notes]
+        return "\n".join([*parts, *([f"$ {shlex.join(self.command)}"] if self.command else [])])
 
 
 class Cluster(Protocol):
@@ -144,33 +140,26 @@ class Cluster(Protocol):
     def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
         """Return the place of this process in its job; None if the environment is not one of this cluster's jobs.
 
-        Raises:
-            ClusterError: Variables are missing or contradict each other; the message names them with their values.
+        A ClusterError names variables, with their values, that are missing or contradict each other.
         """
         ...
 
     def requeue(self, placement: JobPlacement) -> bool:
         """Ask the cluster to start the job again; return False if the cluster does so by itself or cannot.
 
-        Raises:
-            ClusterError: The cluster refused.
+        ClusterError if the cluster refused.
         """
         ...
 
     def plan(self, request: JobRequest) -> Submission:
         """Return the files and the command that submit a job. Pure: nothing is written.
 
-        Raises:
-            ClusterError: The cluster cannot run the request, or an option is unknown to it.
+        ClusterError if the cluster cannot run the request, or an option is unknown to it.
         """
         ...
 
     def submit(self, submission: Submission) -> str:
-        """Submit the job and return its id.
-
-        Raises:
-            ClusterError: The cluster's command or library is not installed, or the cluster refused the job.
-        """
+        """Submit the job and return its id; ClusterError if what submits is not installed, or the cluster refused."""
         ...
 
     def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
@@ -178,9 +167,5 @@ class Cluster(Protocol):
         ...
 
     def cancel(self, job_id: str) -> None:
-        """End the job.
-
-        Raises:
-            ClusterError: The cluster does not know the job, or refused.
-        """
+        """End the job; ClusterError if the cluster does not know the job, or refused."""
         ...

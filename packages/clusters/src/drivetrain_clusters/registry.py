@@ -31,10 +31,8 @@ def find_placement(environment: Mapping[str, str], *, asked: str = "auto") -> Jo
     """Return this process's place in a job of the `asked` cluster ("auto": of any cluster); None outside any job.
 
     An MPI launch inside a Slurm job belongs to MPI: the program that started this process counts. Each plug-in
-    recognises the variables that only its own task starter sets.
-
-    Raises:
-        ClusterError: Two clusters claim the process, or the variables of one contradict each other.
+    recognises the variables that only its own task starter sets. ClusterError if two clusters claim the process, or
+    the variables of one contradict each other.
     """
     names = cluster_names() if asked == "auto" else (asked,)
     found = [place for name in names if (place := make_cluster(name).placement(environment)) is not None]

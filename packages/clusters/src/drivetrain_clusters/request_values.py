@@ -12,20 +12,19 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 
 
-def check_known(cluster: str, options: Mapping[str, str], known: Collection[str]) -> None:
-    """Refuse an option that the cluster does not have; the message gives the nearest option and all options."""
-    for name, value in options.items():
-        if name not in known:
-            raise ClusterError(
-                f"--option {name}={value}: {cluster} has no such option{suggest(name, known)}; there are "
-                f"{', '.join(sorted(known))}"
-            )
-
-
 class OptionReader:
-    """A reader of a request's options, by name and in the form that each option needs."""
+    """A reader of a request's options, by name and in the form that each option needs.
 
-    def __init__(self, options: Mapping[str, str]) -> None:
+    An option that the cluster does not have is refused; the message gives the nearest option and all options.
+    """
+
+    def __init__(self, cluster: str, options: Mapping[str, str], known: Collection[str]) -> None:
+        for name, value in options.items():
+            if name not in known:
+                raise ClusterError(
+                    f"--option {name}={value}: {cluster} has no such option{suggest(name, known)}; there are "
+                    f"{', '.join(sorted(known))}"
+                )
         self._options = options
 
     def matching(self, name: str, form: re.Pattern[str], what: str) -> str | None:
@@ -73,8 +72,8 @@ def memory_bytes(text: str) -> int:
     return size
 
 
-def check_words(cluster: str, request: JobRequest) -> None:
-    """Refuse a request without a command, or with words or variables that no process can receive."""
+def check_request(cluster: str, request: JobRequest) -> None:
+    """Refuse a request without a command, with words that no process can receive, or without time to train."""
     if not request.command:
         raise ClusterError(
             f"{cluster}: the job has no command: say what each node runs, such as drivetrain launch train.py"
@@ -89,9 +88,6 @@ def check_words(cluster: str, request: JobRequest) -> None:
                 f"{cluster}: {name!r} is no name of a variable: letters, digits and _ are allowed"
             )
 
-
-def check_time_to_save(cluster: str, request: JobRequest) -> None:
-    """Refuse a time limit that leaves no time to train before the job is told to save."""
     limit = request.time_limit_seconds
     if limit is not None and limit <= request.save_seconds:
         raise ClusterError(

@@ -14,10 +14,9 @@ Answer = TypeVar("Answer")
 _SECONDS = 120.0
 _PATIENCE_SECONDS = 60.0
 _ASK_SECONDS = 2.0
-_NO_HINTS: Mapping[str, str] = {}
 
 
-def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str] = _NO_HINTS) -> str:
+def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str] | None = None) -> str:
     """Run a command for at most two minutes and return its output; a ClusterError holds its message and a hint."""
     import subprocess  # takes tens of milliseconds, which a launcher that only looks for a cluster saves
 
@@ -42,7 +41,7 @@ def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         said = said.replace(f"{words[0]}: error: ", "")
-        raise ClusterError(f"{words[0]} failed: {said}{hint_for(said, hints)}")
+        raise ClusterError(f"{words[0]} failed: {said}{hint_for(said, hints or {})}")
     return done.stdout
 
 

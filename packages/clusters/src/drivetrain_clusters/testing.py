@@ -74,20 +74,8 @@ class ClusterContract(ABC):
     @property
     def checks(self) -> Sequence[Callable[[Path], None]]:
         """All checks, each of which takes an empty directory."""
-        return (
-            self.check_other_processes_are_in_no_job,
-            self.check_tasks_agree_on_their_job,
-            self.check_tasks_have_places_of_their_own,
-            self.check_placement_is_pure,
-            self.check_sources_are_variables,
-            self.check_no_variable_is_missing_unnoticed,
-            self.check_a_plan_writes_nothing,
-            self.check_hostile_words_stay_words,
-            self.check_unknown_options_are_refused,
-            self.check_ids_of_no_job_are_refused,
-            self.check_a_job_is_followed_to_its_exit_code,
-            self.check_a_cancelled_job_ends,
-        )
+        names = [name for name in vars(ClusterContract) if name.startswith("check_") and name != "check_all"]
+        return [getattr(self, name) for name in names]
 
     def check_other_processes_are_in_no_job(self, _: Path) -> None:
         """Check that a process outside any job has no place."""

@@ -21,10 +21,6 @@ class RankEnvironment:
     """The ranks and rendezvous that torchrun, or a launcher like it, passes to a worker.
 
     Attributes:
-        local_rank: The rank of this process on its node.
-        local_world_size: The number of processes on this node.
-        master_addr: The host of the rendezvous store.
-        master_port: The port of the rendezvous store.
         run_id: The run's name, the same on all ranks; "none" if the launcher sets none.
         agent_store: Whether the launcher's agent, not rank 0, hosts the store.
         restart_count: The number of times that the agent has restarted the workers.
@@ -62,10 +58,8 @@ class RankEnvironment:
 def launched() -> RankEnvironment | None:
     """Read torchrun's variables; None in a process that no launcher started.
 
-    MASTER_ADDR and MASTER_PORT alone do not imply a launcher: some clusters set them for every process.
-
-    Raises:
-        ConfigError: Only some of the variables are set, one is not an integer, or they are inconsistent.
+    MASTER_ADDR and MASTER_PORT alone do not imply a launcher: some clusters set them for every process. ConfigError
+    if only some of the variables are set, one is not an integer, or they are inconsistent.
     """
     if not any(name in os.environ for name in _RANKS):
         return None

@@ -1,11 +1,9 @@
 """Track which loader the current batch came from, for loops that nest, alternate or end early."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from drivetrain_data._nested import Nested
 from drivetrain_data.errors import AmbiguousLoaderError
-from drivetrain_data.remainder import trim, trim_objects
 from drivetrain_data.sampling.step_info import BatchPlan
 
 
@@ -87,8 +85,7 @@ class LoaderTracker:
     def plan(self, loader: Planned | None = None) -> BatchPlan | None:
         """Return the plan of a loader's current batch, by default the loader on top; None outside any loop.
 
-        Raises:
-            AmbiguousLoaderError: Two loaders are read in turns, and their batches would be trimmed differently.
+        AmbiguousLoaderError if two loaders are read in turns, and their batches would be trimmed differently.
         """
         if loader is not None:
             return loader.current
@@ -109,14 +106,6 @@ class LoaderTracker:
         if stack and id(stack[-1]) in self._alternating:
             return [loader for loader in stack if id(loader) in self._alternating]
         return stack[-1:]
-
-    def trim(self, gathered: Nested, *, loader: Planned | None = None, rows: Nested | None = None) -> Nested:
-        """Keep the real samples of the current batch in nested tensors gathered rank by rank; see `trim`."""
-        return trim(self.plan(loader), gathered, rows=rows)
-
-    def trim_objects(self, by_rank: Sequence[Any], *, loader: Planned | None = None) -> list[Any]:
-        """Keep the real samples of the current batch in one object per rank; see `trim_objects`."""
-        return trim_objects(self.plan(loader), by_rank)
 
 
 def _same_trim(one: BatchPlan | None, other: BatchPlan | None) -> bool:

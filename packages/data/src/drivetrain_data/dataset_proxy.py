@@ -10,9 +10,8 @@ class DatasetProxy:
 
     def __init__(self, dataset: Any, **own: Any) -> None:
         values = {"dataset": dataset, **own}
-        vars(self).update(
-            {f"_drivetrain_{name}": value for name, value in values.items()}
-        )  # not by __setattr__
+        # Not by __setattr__.
+        vars(self).update((f"_drivetrain_{name}", value) for name, value in values.items())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("__", "_drivetrain")):

@@ -46,23 +46,12 @@ class ShardedLoader(Generic[Batch]):
     Each loop over the loader is an epoch: the first loop reads `epoch`, and each later one the next epoch unless
     `set_epoch` chooses another. After `load_state_dict`, the first loop reads the rest of the saved epoch.
 
-    Args:
-        source: The source of the batches.
-        dispatch: The stage that sends every rank its batches if one rank reads for all; None if each rank reads.
-        copies: The prefetcher that copies batches to the device; None leaves batches where they are.
-        activity: The stack of active loaders to update for every batch.
-        on_batch: A callback to call for every batch.
-        seed_source: The origin of the seed, as a phrase for users.
-
     Attributes:
-        dataset: The dataset of the user's loader.
-        shard: The shard that this loader reads.
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
         current: The plan of the batch yielded last; None outside a loop.
         num_received: The number of batches yielded in all loops so far.
         is_measured: Whether the program has asked for the loader's length.
         is_trained: Whether an optimizer has stepped in a loop over this loader.
-        source: The source that the loops read.
         may_interleave: Whether loops may run in turns, each from its own position; the loader's position is that of
             the loop advanced last. By default False: a loop raises an error once another loop has begun.
         watch: A generator function that passes on the readings and measures how long a loop waits; may be None.
@@ -268,8 +257,7 @@ class ShardedLoader(Generic[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a position: the next loop continues with the first sample that was not received.
 
-        Raises:
-            DataStateError: The state belongs to other data or another order, or its format is newer.
+        DataStateError if the state belongs to other data or another order, or its format is newer.
         """
         check_state(state, identity=self.source.identity(), fingerprint=fingerprint_of(self.dataset))
         self.source.load_extra_state(state["epoch"], state["extra"])

@@ -18,13 +18,8 @@ def own_seed(loader: Any) -> int | None:
     The first draw from a freshly seeded `torch.Generator` is its seed. Later draws, such as those for a second loader
     with the same generator, are the generator's next numbers. The seeds of torch's `DistributedSampler` and
     of `PermutationSampler` are used unchanged. Ranks with differently seeded generators draw different seeds: use the
-    seed of one rank on all ranks.
-
-    Args:
-        loader: A DataLoader, or an iterable of batches; its `batch_sampler`, `sampler` and `generator` are inspected.
-
-    Returns:
-        The seed; None if the loader has no generator of its own.
+    seed of one rank on all ranks. Return None if the loader, a DataLoader or an iterable of batches, has no generator
+    of its own in `batch_sampler`, `sampler` or `generator`.
     """
     reader: Any = getattr(loader, "sampler", None)  # the object that determines the order
     batches = getattr(loader, "batch_sampler", None)

@@ -19,16 +19,8 @@ def weigh(
     """Weigh a loss in an epoch's tail, where ranks hold different numbers of samples or no sample.
 
     A mean is weighted by this rank's share of the samples, so that the mean over ranks is the mean over samples. A
-    sum is already weighted by its count. A replayed batch has weight 0 in both cases, even if its loss is NaN.
-
-    Args:
-        loss: The loss of this rank, of shape ().
-        count: The `count` argument of `backward`.
-        batch: The plan of the current batch, the same on every rank.
-        shard: The index of this rank's shard.
-
-    Returns:
-        The weighted loss and count.
+    sum is already weighted by its `count`, the argument of `backward`. A replayed batch has weight 0 in both cases,
+    even if its loss is NaN. Loss and result are of shape ().
     """
     if batch.replayed:
         nothing = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))

@@ -14,12 +14,7 @@ def _setting(default: Any, text: str, *, needs: str = "a prepared loader") -> An
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """The `data` section of the settings: how loaders are sharded over ranks.
-
-    Example:
-        >>> DataSettings(seed=7, even="pad").seed
-        7
-    """
+    """The `data` section of the settings: how loaders are sharded over ranks."""
 
     even: UnevenPolicy = _setting(  # noqa: RUF009 it returns a field
         "uneven",

@@ -8,10 +8,6 @@ class Shard:
     """A shard of the data: part `index`, counted from 0, of `count` equal parts.
 
     Ranks that must see the same batches, as in tensor parallelism, have the same index.
-
-    Example:
-        >>> Shard(index=1, count=4)
-        Shard(index=1, count=4)
     """
 
     index: int

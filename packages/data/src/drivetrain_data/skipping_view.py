@@ -34,15 +34,10 @@ class SkippedBatches(Generic[Batch]):
 
 
 def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> SkippedBatches[Batch]:
-    """Skip the first batches of a sharded loader's epochs. If the order can be computed, they are not read.
+    """Skip the first batches of a sharded loader's epochs on this rank. If the order can be computed, none is read.
 
-    Args:
-        loader: The loader from `shard_loader`, or from an earlier call of this function.
-        num_batches: The number of batches to skip on this rank.
-
-    Raises:
-        TypeError: The loader is not sharded.
-        ResumedLoaderError: A state was loaded in the middle of an epoch: the loader already continues from there.
+    TypeError if the loader is not sharded; ResumedLoaderError if a state was loaded in the middle of an epoch, from
+    where the loader continues already.
 
     Example:
         >>> from torch.utils.data import DataLoader

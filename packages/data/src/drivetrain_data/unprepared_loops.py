@@ -37,10 +37,8 @@ class UnpreparedLoops:
     def check(self, data: Nested) -> None:
         """Refuse rows gathered in a loop over an unsharded loader, because each sample would count once per rank.
 
-        A loop inside `join_uneven_inputs` is accepted, and so is a loop over an unknown loader.
-
-        Raises:
-            UnpreparedLoaderError: The innermost loop around the current call reads all data on every rank.
+        A loop inside `join_uneven_inputs` is accepted, and so is a loop over an unknown loader. UnpreparedLoaderError
+        if the innermost loop around the current call reads all data on every rank.
         """
         if holds_rows(data) and (loop := self.innermost()) is not None:
             raise UnpreparedLoaderError(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from drivetrain_launcher.run.run import run_plan as run_plan
     from drivetrain_launcher.settings import LaunchSettings as LaunchSettings
 
-# Module -> its public names.
+# Module -> its public names. Not by drivetrain_messages: the keeper's process sees this package alone.
 _NAMES = {
     "errors": "LaunchError RankFailedError",
     "plan.host_detection": "detect_host Host",

@@ -33,9 +33,6 @@ class Finding:
         end_column: The column after the place; if the place ends on a later line, the end of the first line.
         code: The rule's stable code, such as "DT101".
         name: The rule's name in words, such as "collective-on-some-ranks".
-        what: The fault, in a sentence.
-        why: The consequence of the fault.
-        repair: The change that removes the fault.
         cell: The code cell of a notebook, from 1; None in a script.
     """
 

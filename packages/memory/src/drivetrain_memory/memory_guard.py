@@ -4,7 +4,6 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from drivetrain_memory.breakdown.memory_shares import MemoryBreakdown
@@ -28,9 +27,7 @@ class MemoryGuard:
 
     Near the limit the thread logs a warning that lists what holds memory. With `stop_at` it also sets `should_stop`.
     A training loop reads that attribute at each step, and saves a checkpoint before the kernel ends the process.
-    Memory that the kernel can drop does not count:
-
-        held = current - (active_file + inactive_file - dirty - writeback + slab_reclaimable)
+    Memory that the kernel can drop, such as written pages of files, does not count.
 
     The guard reads the group's size, which is cheap, and its statistics only when the size with all cache is near the
     limit. An allocation that goes from below the threshold past the limit between two checks is not caught. Without a
@@ -45,8 +42,6 @@ class MemoryGuard:
         interval_seconds: The time between two checks.
         describe: A function that returns what holds memory, such as `lambda: memory_breakdown(model, optimizer)`. The
             guard's thread calls it once for each warning.
-        cgroup_root: The folder where the system mounts control groups.
-        proc: The folder of the kernel's process files.
 
     Raises:
         ValueError: A threshold is not above 0 and at most 1, the interval is not positive, or `on_stop` is given
@@ -99,8 +94,7 @@ class MemoryGuard:
     def check(self) -> CgroupUsage | None:
         """Check the memory once, now; warn or set `should_stop` if a threshold is passed.
 
-        Returns:
-            The usage of the group that is nearest to its limit; None if no group is near its limit.
+        Return the usage of the group that is nearest to its limit; None if no group is near its limit.
         """
         least = min(self._warn_at, self._stop_at or 1.0)
         near = [usage for group in self._groups if (usage := _usage_above(group, least - _REARM)) is not None]
@@ -119,11 +113,7 @@ class MemoryGuard:
         return usage
 
     def start(self) -> None:
-        """Start the thread. `with guard:` does the same, and stops the thread after the block.
-
-        Raises:
-            RuntimeError: The guard was started before.
-        """
+        """Start the thread, once. `with guard:` does the same, and stops the thread after the block."""
         if self._thread is not None:
             raise RuntimeError("this guard was started before: make another")
         self._thread = threading.Thread(target=self._run, name="drivetrain-memory-guard", daemon=True)
@@ -140,9 +130,7 @@ class MemoryGuard:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _breakdown(self) -> MemoryBreakdown | None:

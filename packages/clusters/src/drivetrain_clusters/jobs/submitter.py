@@ -12,12 +12,6 @@ from drivetrain_messages import say
 _INTERRUPTED = 130
 
 
-def describe(submission: Submission) -> str:
-    """Return the files and the command of a submission, as text for a terminal."""
-    command = f"$ {shlex.join(submission.command)}\n" if submission.command else ""
-    return f"{submission}\n{command}"
-
-
 def submit_job(cluster: Cluster, name: str, submission: Submission) -> JobRecord:
     """Write the files of a submission, submit it to the cluster of that name, and record the job."""
     for path, text in submission.files.items():

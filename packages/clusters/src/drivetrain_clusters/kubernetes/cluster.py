@@ -3,7 +3,7 @@
 Every launch asks each cluster for its placement. To keep starts fast, modules that submit are imported on use.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from drivetrain_clusters.kubernetes.placement import kubernetes_placement
 from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
@@ -16,9 +16,7 @@ class Kubernetes:
     ranks have saved and ended with exit code 75.
     """
 
-    def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
-        """Return the place of this pod in a job of our manifest or of Kubeflow; None outside such a job."""
-        return kubernetes_placement(environment)
+    placement = staticmethod(kubernetes_placement)
 
     def requeue(self, placement: JobPlacement) -> bool:
         """Return False: the JobSet starts the job again once its launchers have ended with exit code 75."""
@@ -48,21 +46,20 @@ class Kubernetes:
 
     def submit(self, submission: Submission) -> str:
         """Create the JobSet, and return its namespace and name."""
-        from drivetrain_clusters.kubernetes.kubectl import ObjectName, read_objects
+        from drivetrain_clusters.kubernetes.kubectl import read_objects
 
         made = read_objects(submission.command[1:])["metadata"]
-        return str(ObjectName(namespace=made["namespace"], name=made["name"]))
+        return f"{made['namespace']}/{made['name']}"
 
     def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
         """Write the output of all nodes until the JobSet ends; return the exit code of the node that failed first."""
         from drivetrain_clusters.kubernetes.jobset_output import JobSetOutput
-        from drivetrain_clusters.kubernetes.kubectl import ObjectName
 
-        return JobSetOutput(ObjectName.parse(job_id), submission.request.num_nodes, write).follow()
+        return JobSetOutput(job_id, submission.request.num_nodes, write).follow()
 
     def cancel(self, job_id: str) -> None:
         """Delete the JobSet; its pods have time to save."""
-        from drivetrain_clusters.kubernetes.kubectl import ObjectName, run_kubectl
+        from drivetrain_clusters.kubernetes.kubectl import parse_job_id, run_kubectl
 
-        job = ObjectName.parse(job_id)
-        run_kubectl(["delete", "jobset", job.name, f"--namespace={job.namespace}", "--wait=false"])
+        namespace, name = parse_job_id(job_id)
+        run_kubectl(["delete", "jobset", name, f"--namespace={namespace}", "--wait=false"])

@@ -14,7 +14,7 @@ from drivetrain_clusters.kubernetes.jobset_state import (
     read_jobset,
     read_pods,
 )
-from drivetrain_clusters.kubernetes.kubectl import ObjectName, read_objects, start_kubectl
+from drivetrain_clusters.kubernetes.kubectl import parse_job_id, read_objects, start_kubectl
 from drivetrain_clusters.kubernetes.manifest import CONTAINER
 from drivetrain_clusters.system_command import patiently
 from drivetrain_messages import list_some, say
@@ -29,8 +29,10 @@ _LINE = re.compile(r"\[pod/(?P<pod>[^/\]]+)/[^\]]*\] (?P<time>\S+) ?(?P<text>.*)
 class JobSetOutput:
     """The output of a JobSet with `num_nodes` pods, of which each line is written once."""
 
-    def __init__(self, job: ObjectName, num_nodes: int, write: Callable[[str], None]) -> None:
-        self._job = job
+    def __init__(self, job_id: str, num_nodes: int, write: Callable[[str], None]) -> None:
+        self._job_id = job_id
+        namespace, self._name = parse_job_id(job_id)
+        self._where = f"--namespace={namespace}"
         self._num_nodes = num_nodes
         self._write = write
         # The time of the newest line of each pod, with which a connection that broke goes on.
@@ -44,13 +46,13 @@ class JobSetOutput:
         while True:
             state = patiently(self._state)
             selected = f"--selector={self._selector(state.restarts)}"
-            get_pods = ["get", "pods", f"--namespace={self._job.namespace}", selected]
+            get_pods = ["get", "pods", self._where, selected]
             pods = read_pods(patiently(partial(read_objects, get_pods)))
             started = [pod for pod in pods if pod.has_started]
             is_new = state.restarts not in read_attempts and len(started) == self._num_nodes
             if is_new or (state.restarts in read_attempts and any(pod.is_running for pod in pods)):
                 if is_new and state.restarts:
-                    self._tell(f"job {self._job} starts again, restart {state.restarts}")
+                    self._tell(f"job {self._job_id} starts again, restart {state.restarts}")
                 elif not is_new:
                     # The connection broke, or the cluster has not yet noticed the end.
                     time.sleep(_POLL_SECONDS)
@@ -59,7 +61,9 @@ class JobSetOutput:
             elif state.end is not None:
                 if started and state.restarts not in read_attempts:
                     self._stream(state.restarts, pods)
-                self._tell(f"job {self._job} {state.end.lower()}: {state.message}" if state.message else "")
+                self._tell(
+                    f"job {self._job_id} {state.end.lower()}: {state.message}" if state.message else ""
+                )
                 return exit_code_of(state, pods)
             else:
                 waiting = [f"node {pod.node_rank} ({pod.waits_for})" for pod in pods if not pod.has_started]
@@ -68,11 +72,10 @@ class JobSetOutput:
                 time.sleep(_POLL_SECONDS)
 
     def _state(self) -> JobSetState:
-        where = f"--namespace={self._job.namespace}"
-        return read_jobset(read_objects(["get", "jobset", self._job.name, where]))
+        return read_jobset(read_objects(["get", "jobset", self._name, self._where]))
 
     def _selector(self, attempt: int) -> str:
-        return f"{_NAME_LABEL}={self._job.name},{_ATTEMPT_LABEL}={attempt}"
+        return f"{_NAME_LABEL}={self._name},{_ATTEMPT_LABEL}={attempt}"
 
     def _tell(self, text: str) -> None:
         """Write a message unless it was the last one."""
@@ -86,7 +89,7 @@ class JobSetOutput:
         Lines that an earlier connection has shown are left out.
         """
         words = ["logs", "--follow", "--prefix", "--timestamps", "--tail=-1", f"--container={CONTAINER}"]
-        words += [f"--namespace={self._job.namespace}", f"--selector={self._selector(attempt)}"]
+        words += [self._where, f"--selector={self._selector(attempt)}"]
         words += [f"--max-log-requests={max(self._num_nodes, 5)}"]
         seen = [self._newest[pod.name] for pod in pods if pod.name in self._newest]
         if len(seen) == len(pods):

@@ -35,13 +35,10 @@ class JobSetState:
 def read_jobset(data: Mapping[str, Any]) -> JobSetState:
     """Return the state of a JobSet from its JSON."""
     status: Mapping[str, Any] = data.get("status") or {}
+    ends = (c for c in status.get("conditions") or () if c.get("type") in ("Completed", "Failed"))
+    end: Mapping[str, Any] = next((c for c in ends if c.get("status") == "True"), {})
     restarts = int(status.get("restarts", 0))
-    for condition in status.get("conditions") or ():
-        if condition.get("status") == "True" and condition.get("type") in ("Completed", "Failed"):
-            return JobSetState(
-                end=condition["type"], message=str(condition.get("message", "")), restarts=restarts
-            )
-    return JobSetState(end=None, message="", restarts=restarts)
+    return JobSetState(end=end.get("type"), message=str(end.get("message", "")), restarts=restarts)
 
 
 def read_pods(data: Mapping[str, Any]) -> tuple[PodState, ...]:

@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from drivetrain_clusters.errors import ClusterError
@@ -27,25 +26,12 @@ _HINTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectName:
-    """The name of a JobSet in its namespace."""
-
-    namespace: str
-    name: str
-
-    @classmethod
-    def parse(cls, job_id: str) -> "ObjectName":
-        """Parse "NAMESPACE/NAME"; raise ClusterError for other text, which kubectl might read as an option."""
-        namespace, slash, name = job_id.partition("/")
-        if not slash or _NAME.fullmatch(namespace) is None or _NAME.fullmatch(name) is None:
-            raise ClusterError(
-                f"job {job_id!r}: a job on kubernetes is NAMESPACE/NAME, such as default/train"
-            )
-        return cls(namespace=namespace, name=name)
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
+def parse_job_id(job_id: str) -> tuple[str, str]:
+    """Return namespace and name of "NAMESPACE/NAME"; ClusterError for text that kubectl might read as an option."""
+    namespace, slash, name = job_id.partition("/")
+    if not slash or _NAME.fullmatch(namespace) is None or _NAME.fullmatch(name) is None:
+        raise ClusterError(f"job {job_id!r}: a job on kubernetes is NAMESPACE/NAME, such as default/train")
+    return namespace, name
 
 
 def start_kubectl(words: Sequence[str]) -> subprocess.Popen[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import JobRequest
-from drivetrain_clusters.request_values import OptionReader, check_known, memory_bytes
+from drivetrain_clusters.request_values import OptionReader, memory_bytes
 
 # The service of the job needs a name that begins with a letter (RFC 1035); most other objects do not.
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -75,8 +75,7 @@ OPTION_NAMES = tuple(
 
 def read_kubernetes_options(request: JobRequest) -> KubernetesOptions:
     """Read the options of a request; a ClusterError names an unknown, missing or wrong option."""
-    check_known("kubernetes", request.options, OPTION_NAMES)
-    read = OptionReader(request.options)
+    read = OptionReader("kubernetes", request.options, OPTION_NAMES)
     image = read.matching("image", _IMAGE, "the name of an image, such as registry.example.org/train:2.1")
     if image is None:
         raise ClusterError(

@@ -10,7 +10,7 @@ from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.job_variables import JobVariables, job_port, visible_devices
 from drivetrain_clusters.local.script import JOB_VARIABLE, RESTARTS_VARIABLE, SCRIPT_BEGIN, plan_local
 from drivetrain_clusters.output_tail import OutputTail
-from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
+from drivetrain_clusters.protocol import JobPlacement, Submission
 from drivetrain_clusters.request_values import job_file
 from drivetrain_clusters.system_command import run_command
 
@@ -57,9 +57,7 @@ class Local:
         del placement
         return False
 
-    def plan(self, request: JobRequest) -> Submission:
-        """Return the script of a job on this machine, and the command that starts it in the background."""
-        return plan_local(request)
+    plan = staticmethod(plan_local)
 
     def submit(self, submission: Submission) -> str:
         """Start the job in the background and return its id, the process id of its shell."""
@@ -73,9 +71,8 @@ class Local:
         output = OutputTail(job_file(submission, job_id, ".out"))
         code = job_file(submission, job_id, ".code")
         while True:
-            runs = _is_running(
-                job_id
-            )  # before the code is looked for, since it is written before the shell ends
+            # Before the code is looked for, since it is written before the shell ends.
+            runs = _is_running(job_id)
             write(output.read())
             if code.exists():
                 write(output.read())
@@ -119,10 +116,8 @@ def _is_another_program(job_id: str) -> bool:
             time.sleep(0.01)
     except OSError:  # a system without /proc does not tell
         return False
-    for word in words:
+    for script in (Path(os.fsdecode(word)) for word in words if word.endswith(b".sh")):
         with suppress(OSError):  # removed since
-            if word.endswith(b".sh") and Path(os.fsdecode(word)).read_text(errors="replace").startswith(
-                SCRIPT_BEGIN
-            ):
+            if script.read_text(errors="replace").startswith(SCRIPT_BEGIN):
                 return False
     return True

@@ -4,7 +4,7 @@ import shlex
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE, JobRequest, Submission
-from drivetrain_clusters.request_values import check_time_to_save, check_words, file_stem, launch_variables
+from drivetrain_clusters.request_values import check_request, file_stem, launch_variables
 from drivetrain_clusters.system_command import in_this_python
 
 JOB_VARIABLE = "DRIVETRAIN_LOCAL_JOB_ID"
@@ -34,8 +34,7 @@ exit "$code"
 
 def plan_local(request: JobRequest) -> Submission:
     """Return the script of a job on this machine, and the command that starts it in the background."""
-    check_words("local", request)
-    check_time_to_save("local", request)
+    check_request("local", request)
     if request.num_nodes != 1:
         raise ClusterError(f"local: num_nodes={request.num_nodes}: this machine is one node; leave it out")
     for what in ("cpus_per_node", "memory_per_node", "options"):

@@ -1,6 +1,5 @@
 """MPI: the jobs of mpirun and mpiexec, which submit nothing."""
 
-from collections.abc import Mapping
 from typing import NoReturn
 
 from drivetrain_clusters.errors import ClusterError
@@ -11,9 +10,7 @@ from drivetrain_clusters.protocol import JobPlacement
 class Mpi:
     """The cluster `mpi`: ranks that mpirun starts now, without a queue."""
 
-    def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
-        """Return the place of a rank that mpirun started; None in any other process."""
-        return mpi_placement(environment)
+    placement = staticmethod(mpi_placement)
 
     def requeue(self, placement: JobPlacement) -> bool:
         """Return False: mpirun has no queue. The batch job around it may start it again for exit code 75."""

@@ -48,7 +48,7 @@ HYDRA = MpiStarter(
 
 
 def find_starter(environment: Mapping[str, str]) -> MpiStarter | None:
-    """Return the starter of this process; None if no MPI starter has started it.
+    """Return the MPI starter of this process, even inside the job of another cluster; None without one.
 
     Slurm's own PMI sets PMI_RANK and PMIX_RANK too, but neither variable for a rank's index on its node.
     """
@@ -56,11 +56,6 @@ def find_starter(environment: Mapping[str, str]) -> MpiStarter | None:
         if starter.rank in environment and (starter is OPEN_MPI or starter.local_rank in environment):
             return starter
     return None
-
-
-def is_started_by_mpi(environment: Mapping[str, str]) -> bool:
-    """Return whether an MPI starter started this process, even inside the job of another cluster."""
-    return find_starter(environment) is not None
 
 
 def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:

@@ -41,7 +41,7 @@ class Attempt:
     """The nodes of one start of a job, after `number` earlier starts. Once `cancelled`, nodes are told to save."""
 
     def __init__(self, job: RayJob, number: int, write: Callable[[str], None], cancelled: Event) -> None:
-        self._job = job
+        self._job, self._request = job, job.request
         self._number = number
         self._write = write
         self._cancelled = cancelled
@@ -59,8 +59,10 @@ class Attempt:
         try:
             if self._place():
                 self._start()
-            limit = self._job.time_limit_seconds
-            self._drain(float("inf") if limit is None else time.monotonic() + limit - self._job.save_seconds)
+            limit = self._request.time_limit_seconds
+            self._drain(
+                float("inf") if limit is None else time.monotonic() + limit - self._request.save_seconds
+            )
             # Those that were told to stop come last: they are no cause.
             failed = sorted(filter(None, self._codes.values()), key=lambda code: code == _STOPPED_EXIT_CODE)
             has_saved = RESUME_EXIT_CODE in failed
@@ -73,23 +75,23 @@ class Attempt:
 
     def _place(self) -> bool:
         """Reserve the resources of all nodes together; return False if the job was cancelled first."""
-        job, strategy = self._job, self._job.strategy
+        job, strategy, num_nodes = self._job, self._job.strategy, self._request.num_nodes
         if strategy == "auto":  # each task on a node of its own, where there are as many nodes
             alive = sum(1 for node in ray.nodes() if node["Alive"])
-            strategy = "STRICT_SPREAD" if alive >= job.num_nodes else "SPREAD"
+            strategy = "STRICT_SPREAD" if alive >= num_nodes else "SPREAD"
             if strategy == "SPREAD":
                 say(
-                    f"{job.num_nodes} nodes are asked for, and the cluster has {alive}: they share its nodes where "
+                    f"{num_nodes} nodes are asked for, and the cluster has {alive}: they share its nodes where "
                     "they must"
                 )
-        self._group = placement_group([job.bundle] * job.num_nodes, strategy=strategy)
+        self._group = placement_group([job.bundle] * num_nodes, strategy=strategy)
         ready, began, told = self._group.ready(), time.monotonic(), 0.0
         while not self._cancelled.is_set():
             with suppress(GetTimeoutError):
                 ray.get(ready, timeout=_POLL_SECONDS)
                 return True
             waited = time.monotonic() - began
-            what = f"{job.num_nodes} x {job.bundle}; the cluster has {ray.cluster_resources()}"
+            what = f"{num_nodes} x {job.bundle}; the cluster has {ray.cluster_resources()}"
             if job.wait_seconds is not None and waited >= job.wait_seconds:
                 raise ClusterError(
                     f"after {waited:.0f} s still no place for {what}. Ask for less, or wait longer with "
@@ -101,14 +103,14 @@ class Attempt:
         return False
 
     def _start(self) -> None:
-        job = self._job
+        job, request = self._job, self._request
         node_class: Any = ray.remote(Node)
-        for rank in range(job.num_nodes):
+        for rank in range(request.num_nodes):
             resources = {k: v for k, v in job.bundle.items() if k not in ("CPU", "GPU", "memory")}
             options = node_class.options(
-                num_cpus=job.cpus_per_node,
+                num_cpus=job.bundle["CPU"],
                 num_gpus=job.bundle.get("GPU", 0),
-                memory=job.memory_bytes_per_node or None,
+                memory=job.bundle.get("memory"),
                 resources=resources,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank),
             )
@@ -119,19 +121,19 @@ class Attempt:
             self._lose(error)
             return
         address, port, _ = places[0]
-        for rank, (node, place) in enumerate(zip(self._nodes, places, strict=True)):
-            variables = ray_variables(
-                job_id=job.job_id,
-                num_nodes=job.num_nodes,
-                node_rank=rank,
-                master_addr=address,
-                master_port=port,
-                restart_count=self._number,
-                devices=place[2],
-            )
-            folder = None if job.folder is None else str(job.folder)
+        folder = None if job.upload else str(request.folder)
+        for rank, (node, (_, _, devices)) in enumerate(zip(self._nodes, places, strict=True)):
+            place = {
+                "job_id": job.job_id,
+                "num_nodes": request.num_nodes,
+                "node_rank": rank,
+                "master_addr": address,
+                "master_port": port,
+                "restart_count": self._number,
+            }
+            variables = {**request.environment, **ray_variables(place, devices=devices)}
             run = node.run.options(num_returns="streaming")
-            self._streams[rank] = run.remote(job.command, folder, {**job.environment, **variables})
+            self._streams[rank] = run.remote(request.command, folder, variables)
 
     def _drain(self, deadline: float) -> None:
         """Write the output of all nodes until they end; tell them to stop at the deadline, or once one has failed."""
@@ -149,11 +151,11 @@ class Attempt:
             has_failed = any(
                 code not in (0, RESUME_EXIT_CODE, _STOPPED_EXIT_CODE) for code in self._codes.values()
             )
-            if now > self._stop_at + _MARGIN_SECONDS + (0 if has_failed else self._job.save_seconds):
+            if now > self._stop_at + _MARGIN_SECONDS + (0 if has_failed else self._request.save_seconds):
                 left = ", ".join(map(str, self._streams))
                 self._write(f"drivetrain: node {left} did not end in time and was killed\n")
                 self._streams.clear()
-                self._codes.setdefault(self._job.num_nodes, 1)
+                self._codes.setdefault(self._request.num_nodes, 1)
 
     def _take(self, rank: int) -> None:
         """Take the next output of a node."""
@@ -177,7 +179,7 @@ class Attempt:
         """Write whole lines with their node in front."""
         *lines, rest = (self._partial.get(rank, "") + text).split("\n")
         self._partial[rank] = rest
-        mark = f"[node {rank}] " if self._job.num_nodes > 1 else ""
+        mark = f"[node {rank}] " if self._request.num_nodes > 1 else ""
         if lines:
             self._write("".join(f"{mark}{line}\n" for line in lines))
 

@@ -4,7 +4,7 @@ Every launch asks each cluster for its placement. To keep starts fast, modules t
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,7 @@ class Ray:
     The id of a job is the id in the Jobs API, followed by "@ADDRESS" if the option `address` was given.
     """
 
-    def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
-        """Return the place of this launcher, from the variables of our driver; None outside such a job."""
-        return ray_placement(environment)
+    placement = staticmethod(ray_placement)
 
     def requeue(self, placement: JobPlacement) -> bool:
         """Return False: the job's driver starts it again once its launchers have ended with exit code 75."""
@@ -35,22 +33,22 @@ class Ray:
         import json
 
         from drivetrain_clusters.ray.job import plan_ray
+        from drivetrain_clusters.request_values import file_stem
         from drivetrain_config.values.kinds import plain
 
-        planned = plan_ray(request)
-        safe = re.sub(r"[^A-Za-z0-9-]+", "-", request.name).strip("-") or "job"
-        text = json.dumps(plain(planned), indent=2) + "\n"
-        where = f"all nodes must see {planned.job.folder}; --option upload=true copies it to them instead"
-        if planned.upload is not None:
+        job = plan_ray(request)
+        where = f"all nodes must see {request.folder}; --option upload=true copies it to them instead"
+        if job.upload:
             where = (
-                f"{planned.upload} is copied to the nodes for each start; write checkpoints to a folder that all "
+                f"{request.folder} is copied to the nodes for each start; write checkpoints to a folder that all "
                 "nodes share, named from its root"
             )
+        path = request.log_dir / f"{file_stem(request)}.ray.json"
         return Submission(
-            files={request.log_dir / f"{safe}.ray.json": text},
+            files={path: json.dumps(plain(job), indent=2) + "\n"},
             command=(),
             request=request,
-            notes=(where, f"Ray runs `{planned.entrypoint}` on the head node, which starts the nodes"),
+            notes=(where, f"Ray runs `{job.entrypoint}` on the head node, which starts the nodes"),
         )
 
     def submit(self, submission: Submission) -> str:
@@ -59,18 +57,18 @@ class Ray:
 
         from drivetrain_clusters.ray.job import JOB_VARIABLE, plan_ray
 
-        planned = plan_ray(submission.request)
-        safe = re.sub(r"[^A-Za-z0-9]+", "-", submission.request.name).strip("-")[:100] or "job"
-        job = replace(planned.job, job_id=f"{safe}-{uuid4().hex[:8]}")
+        request = submission.request
+        safe = re.sub(r"[^A-Za-z0-9]+", "-", request.name).strip("-")[:100] or "job"
+        job = replace(plan_ray(request), job_id=f"{safe}-{uuid4().hex[:8]}")
         runtime: dict[str, Any] = {"env_vars": {JOB_VARIABLE: job.encode()}}
-        if planned.upload is not None:
-            runtime["working_dir"] = str(planned.upload)
-        client = _client(planned.address)
+        if job.upload:
+            runtime["working_dir"] = str(request.folder)
+        client = _client(job.address)
         try:
-            client.submit_job(entrypoint=planned.entrypoint, submission_id=job.job_id, runtime_env=runtime)
+            client.submit_job(entrypoint=job.entrypoint, submission_id=job.job_id, runtime_env=runtime)
         except (RuntimeError, ValueError) as error:
             raise ClusterError(f"Ray refused the job: {error}") from error
-        return job.job_id if planned.address is None else f"{job.job_id}@{planned.address}"
+        return job.job_id if job.address is None else f"{job.job_id}@{job.address}"
 
     def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
         """Write the output of all nodes until the job ends; return its exit code."""

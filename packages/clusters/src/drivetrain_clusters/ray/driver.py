@@ -36,11 +36,11 @@ def main() -> int:
         if not (end.lost or end.has_saved):
             return end.exit_code
         why = end.lost or "all ranks have saved"
-        if number == job.max_requeues:
+        if number == job.request.max_requeues:
             say(f"{why}; the job has started again {number} times, and does so no more")
             return RESUME_EXIT_CODE if end.has_saved else end.exit_code or 1
         number += 1
-        say(f"{why}; the job starts again, {number} of {job.max_requeues} times")
+        say(f"{why}; the job starts again, {number} of {job.request.max_requeues} times")
 
 
 if __name__ == "__main__":

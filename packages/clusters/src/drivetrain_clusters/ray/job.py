@@ -3,12 +3,11 @@
 import base64
 import json
 import re
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import JobRequest
-from drivetrain_clusters.request_values import OptionReader, check_known, memory_bytes
+from drivetrain_clusters.request_values import OptionReader, memory_bytes
 from drivetrain_config.values.conversion import ConversionError, convert
 from drivetrain_config.values.kinds import plain
 
@@ -26,32 +25,26 @@ _RESOURCE = re.compile(r"[A-Za-z][A-Za-z0-9_.:-]{0,100}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayJob:
-    """A job on Ray, with the names of a `JobRequest`.
+    """A request on Ray, with the options read.
 
     Attributes:
         job_id: The Jobs API's name for the job; empty before the job is submitted.
-        folder: The working directory; None for an uploaded copy.
         accelerator: Ray's name of the resource that stands for one accelerator.
         strategy: The strategy of the placement group; "auto" for STRICT_SPREAD where there are enough nodes.
         wait_seconds: The time to wait for the resources; None for any time.
-        time_limit_seconds: The time after which the job is told to save and starts again; None for none.
+        address: The address of Ray's dashboard; None if Ray finds it.
+        python: The driver's Python on the head node.
+        upload: Whether the folder is copied to all nodes, which otherwise share it.
     """
 
-    name: str
     job_id: str = ""
-    command: tuple[str, ...]
-    folder: Path | None
-    num_nodes: int
-    cpus_per_node: int = 1
-    memory_bytes_per_node: int = 0
-    accelerators_per_node: int = 0
+    request: JobRequest
     accelerator: str = "GPU"
     strategy: str = "auto"
     wait_seconds: int | None = None
-    time_limit_seconds: int | None = None
-    save_seconds: int = 120
-    max_requeues: int = 0
-    environment: dict[str, str] = field(default_factory=dict[str, str])
+    address: str | None = None
+    python: str = "python"
+    upload: bool = False
 
     def encode(self) -> str:
         """Return the job as text that neither a shell nor Ray's variables change."""
@@ -76,25 +69,13 @@ class RayJob:
     @property
     def bundle(self) -> dict[str, float]:
         """The resources to reserve on each node, by Ray's names."""
-        found: dict[str, float] = {"CPU": self.cpus_per_node}
-        if self.memory_bytes_per_node:
-            found["memory"] = self.memory_bytes_per_node
-        if self.accelerators_per_node:
-            found[self.accelerator] = self.accelerators_per_node
+        request = self.request
+        found: dict[str, float] = {"CPU": request.cpus_per_node or 1}
+        if request.memory_per_node is not None:
+            found["memory"] = memory_bytes(request.memory_per_node)
+        if request.accelerators_per_node:
+            found[self.accelerator] = request.accelerators_per_node
         return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayPlan:
-    """A job, the address of Ray's dashboard (None: Ray finds it), and the driver's Python on the head node.
-
-    `upload` is the folder to copy to all nodes; None if they share it.
-    """
-
-    job: RayJob
-    address: str | None
-    python: str
-    upload: Path | None
 
     @property
     def entrypoint(self) -> str:
@@ -102,35 +83,21 @@ class RayPlan:
         return f"{self.python} -m drivetrain_clusters.ray.driver"
 
 
-def plan_ray(request: JobRequest) -> RayPlan:
+def plan_ray(request: JobRequest) -> RayJob:
     """Plan a request on Ray; a ClusterError names a wrong option, or a job too large for Ray."""
-    check_known("ray", request.options, _OPTIONS)
-    read = OptionReader(request.options)
-    upload = read.truth("upload")
+    read = OptionReader("ray", request.options, _OPTIONS)
+    accelerator = read.matching("accelerator", _RESOURCE, "the name of a resource of Ray, such as GPU or TPU")
+    strategy = read.matching("strategy", _STRATEGY, "auto, STRICT_SPREAD, SPREAD, PACK or STRICT_PACK")
     job = RayJob(
-        name=request.name,
-        command=request.command,
-        folder=None if upload else request.folder,
-        num_nodes=request.num_nodes,
-        cpus_per_node=request.cpus_per_node or 1,
-        memory_bytes_per_node=0 if request.memory_per_node is None else memory_bytes(request.memory_per_node),
-        accelerators_per_node=request.accelerators_per_node,
-        accelerator=read.matching(
-            "accelerator", _RESOURCE, "the name of a resource of Ray, such as GPU or TPU"
-        )
-        or "GPU",
-        strategy=read.matching("strategy", _STRATEGY, "auto, STRICT_SPREAD, SPREAD, PACK or STRICT_PACK")
-        or "auto",
+        request=request,
+        accelerator=accelerator or "GPU",
+        strategy=strategy or "auto",
         wait_seconds=read.number("wait-seconds", least=1),
-        time_limit_seconds=request.time_limit_seconds,
-        save_seconds=request.save_seconds,
-        max_requeues=request.max_requeues,
-        environment=dict(request.environment),
-    )
-    job.encode()
-    return RayPlan(
-        job=job,
         address=read.matching("address", _ADDRESS, "the address of Ray's dashboard, http://HOST:8265"),
         python=read.matching("python", _PYTHON, "a path of Python without spaces") or "python",
-        upload=request.folder if upload else None,
+        upload=read.truth("upload"),
     )
+    job.encode()
+    if request.memory_per_node is not None:
+        memory_bytes(request.memory_per_node)
+    return job

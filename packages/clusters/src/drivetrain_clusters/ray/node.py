@@ -16,9 +16,6 @@ from drivetrain_config import environ
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
 _CHUNK_BYTES = 65536
 
-# What a node yields: text of its launcher, then its exit code.
-NodeOutput = str | int
-
 
 class Node:
     """A node of a job. Ray runs its methods concurrently in one thread."""
@@ -44,7 +41,7 @@ class Node:
 
     async def run(
         self, command: tuple[str, ...], folder: str | None, variables: dict[str, str]
-    ) -> AsyncGenerator[NodeOutput]:
+    ) -> AsyncGenerator[str | int]:
         """Run the launcher, and yield its output as it appears and at last its exit code."""
         if self._is_stopped:
             yield 128 + signal.SIGTERM

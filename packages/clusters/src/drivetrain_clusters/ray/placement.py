@@ -17,26 +17,12 @@ _NAMES = {
 _DEVICES = "DRIVETRAIN_RAY_DEVICES"
 
 
-def ray_variables(
-    *,
-    job_id: str,
-    num_nodes: int,
-    node_rank: int,
-    master_addr: str,
-    master_port: int,
-    restart_count: int,
-    devices: Sequence[str],
-) -> dict[str, str]:
-    """Return the variables that tell a launcher its place and the accelerators that Ray has bound to its task."""
-    place = {
-        "job_id": job_id,
-        "num_nodes": num_nodes,
-        "node_rank": node_rank,
-        "master_addr": master_addr,
-        "master_port": master_port,
-        "restart_count": restart_count,
-    }
-    variables = {_NAMES[field]: str(value) for field, value in place.items()}
+def ray_variables(place: Mapping[str, object], *, devices: Sequence[str]) -> dict[str, str]:
+    """Return the variables that tell a launcher its place and the accelerators that Ray has bound to its task.
+
+    `place` has the values of a `JobPlacement` from "job_id" to "restart_count", by the names that are read again.
+    """
+    variables = {name: str(place[field]) for field, name in _NAMES.items()}
     return {**variables, _DEVICES: ",".join(devices)} if devices else variables
 
 

@@ -2,12 +2,12 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.output_tail import OutputTail
-from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
+from drivetrain_clusters.protocol import JobPlacement, Submission
 from drivetrain_clusters.request_values import job_file
 from drivetrain_clusters.slurm.placement import slurm_placement
 from drivetrain_clusters.slurm.script import plan_slurm
@@ -55,9 +55,7 @@ class SlurmJob:
 class Slurm:
     """The cluster `slurm`."""
 
-    def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
-        """Return the place of a task that srun started; None in any other process."""
-        return slurm_placement(environment)
+    placement = staticmethod(slurm_placement)
 
     def requeue(self, placement: JobPlacement) -> bool:
         """Put the job back into the queue.
@@ -70,9 +68,7 @@ class Slurm:
         run_command("scontrol", "requeue", placement.job_id)
         return True
 
-    def plan(self, request: JobRequest) -> Submission:
-        """Return the script of a job, and the command that submits it."""
-        return plan_slurm(request)
+    plan = staticmethod(plan_slurm)
 
     def submit(self, submission: Submission) -> str:
         """Submit the job and return its id."""

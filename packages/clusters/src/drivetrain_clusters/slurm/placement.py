@@ -6,7 +6,7 @@ from typing import TypeVar
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.host_lists import expand_counts, expand_hosts
 from drivetrain_clusters.job_variables import JobVariables, job_port, visible_devices
-from drivetrain_clusters.mpi.placement import is_started_by_mpi
+from drivetrain_clusters.mpi.placement import find_starter
 from drivetrain_clusters.protocol import JobPlacement
 
 # Slurm numbers the steps that run no tasks of srun from here on: interactive, batch, extern, pending.
@@ -25,7 +25,7 @@ def slurm_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     own_step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     is_step = own_step.isascii() and own_step.isdecimal() and int(own_step) < _FIRST_SPECIAL_STEP
     # mpirun starts its daemons by srun, whose variables the ranks inherit.
-    if not is_step or is_started_by_mpi(environment):
+    if not is_step or find_starter(environment) is not None:
         return None
     read = JobVariables("slurm", environment)
     if (size := read.optional_integer("SLURM_HET_SIZE")) is not None and size > 1:

@@ -5,13 +5,7 @@ import shlex
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import JobRequest, Submission
-from drivetrain_clusters.request_values import (
-    check_time_to_save,
-    check_words,
-    file_stem,
-    launch_variables,
-    memory_bytes,
-)
+from drivetrain_clusters.request_values import check_request, file_stem, launch_variables, memory_bytes
 from drivetrain_clusters.system_command import in_this_python
 from drivetrain_messages import suggest
 
@@ -122,7 +116,7 @@ def _options(request: JobRequest, slug: str) -> list[str]:
 
 
 def _check(request: JobRequest) -> None:
-    check_words("slurm", request)
+    check_request("slurm", request)
     texts = {"name": request.name, "folder": str(request.folder), "log_dir": str(request.log_dir)}
     for what, text in {**texts, **request.options}.items():
         if any(ord(character) < 32 or ord(character) == 127 for character in text):
@@ -138,7 +132,6 @@ def _check(request: JobRequest) -> None:
     most = _LONGEST_SAVE_SECONDS
     if not 0 < request.save_seconds <= most:
         raise ClusterError(f"slurm: save_seconds={request.save_seconds}: Slurm takes 1 to {most}")
-    check_time_to_save("slurm", request)
     for name in request.options:
         if name in _OURS:
             raise ClusterError(f"slurm: option {name!r}: it follows from {_OURS[name]}; set that instead")

@@ -13,13 +13,7 @@ from drivetrain_clusters.kubernetes.placement import kubernetes_placement
 from drivetrain_clusters.local.cluster import Local
 from drivetrain_clusters.local.script import plan_local
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE, JobPlacement, JobRequest, Submission
-from drivetrain_clusters.request_values import (
-    OptionReader,
-    check_known,
-    check_words,
-    file_stem,
-    launch_variables,
-)
+from drivetrain_clusters.request_values import OptionReader, check_request, file_stem, launch_variables
 
 INDEX, HOSTS, TOPOLOGY = "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TORCH_TPU_TOPOLOGY"
 _OPTIONS = ("hosts", "remote_shell")
@@ -66,9 +60,9 @@ class TpuPod(Local):
 
     def plan(self, request: JobRequest) -> Submission:
         """Return the script of a job on this machine that runs the command on all hosts, and what starts it."""
-        check_known("tpu-pod", request.options, _OPTIONS)
-        check_words("tpu-pod", request)
-        hosts = OptionReader(request.options).several("hosts", _HOST, "the name or address of a host")
+        read = OptionReader("tpu-pod", request.options, _OPTIONS)
+        check_request("tpu-pod", request)
+        hosts = read.several("hosts", _HOST, "the name or address of a host")
         if not hosts:
             raise ClusterError(
                 "tpu-pod: name the hosts of the slice in the order of their workers: --option hosts=HOST,HOST"

@@ -17,13 +17,9 @@ def section_names() -> list[str]:
 
 
 def sections(*, only: Collection[str] | None = None) -> dict[str, type[Any]]:
-    """Return the dataclasses of the installed sections, by name.
+    """Load the dataclasses of the installed sections, or of `only` those of these names, and return them by name.
 
-    Args:
-        only: The names of the sections to load; all by default.
-
-    Raises:
-        ConfigError: A package registers a section that is not a dataclass.
+    ConfigError if a package registers a section that is not a dataclass.
     """
     points = entry_points(SETTINGS_GROUP)
     found: dict[str, type[Any]] = {}

@@ -23,7 +23,6 @@ class FileReview:
     provide because no package in this environment does.
     """
 
-    path: Path
     num_settings: int = 0
     problems: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
@@ -34,7 +33,7 @@ def review_file(path: Path, *, sections: Mapping[str, type[Any]] | None = None) 
     try:
         contents = read_file(path)
     except ConfigError as error:
-        return FileReview(path=path, problems=(str(error),))
+        return FileReview(problems=(str(error),))
     vocabulary = Vocabulary(sections or {})
     problems: list[str] = []
     notices = list(contents.notices)
@@ -68,4 +67,4 @@ def review_file(path: Path, *, sections: Mapping[str, type[Any]] | None = None) 
                 resolve(kind, section=section, layers=Layers(valid))
             except ConfigError as error:
                 problems.append(str(error))
-    return FileReview(path=path, num_settings=number, problems=tuple(problems), notices=tuple(notices))
+    return FileReview(num_settings=number, problems=tuple(problems), notices=tuple(notices))

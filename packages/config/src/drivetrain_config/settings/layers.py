@@ -33,7 +33,6 @@ class Layers:
     """The values given outside code, by section and field, highest layer first.
 
     Attributes:
-        entries: The values of each field, with their sources.
         file: The settings file that the launcher read; None without one, and in a worker.
     """
 

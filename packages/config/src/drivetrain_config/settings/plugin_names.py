@@ -41,7 +41,7 @@ def check_plugins(spec: FieldSpec, value: object, source: Source, *, script: str
     for name in unknown:
         meant = suggest(name.lower(), known, likeness=_RESEMBLANCE)
         field, listed = f"{spec.section}.{spec.name}={name!r}", ", ".join(known)
-        if meant if script is None else not contains_word(script, name):
+        if meant if script is None else not re.search(rf"(?<!\w){word_pattern(name)}(?!\w)", script):
             raise ConfigError(
                 f"{field}: no installed package provides it{meant}; say one of {listed}; from {source}. A name that "
                 "the script registers itself is accepted by a launch if the script's file contains it"
@@ -51,11 +51,6 @@ def check_plugins(spec: FieldSpec, value: object, source: Source, *, script: str
             f"script registers it, or another environment has it; from {source}"
         )
     return notes
-
-
-def contains_word(script: str, word: str) -> bool:
-    """Return whether a script contains a word."""
-    return re.search(rf"(?<!\w){word_pattern(word)}(?!\w)", script) is not None
 
 
 def word_pattern(word: str) -> str:

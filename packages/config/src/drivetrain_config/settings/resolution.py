@@ -21,13 +21,7 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingConflict:
-    """A field for which code and another layer give different values.
-
-    Attributes:
-        field: The field's name, as "section.field".
-        taken: The value in force.
-        overruled: The value not in force.
-    """
+    """A field, as "section.field", for which code and another layer give different values: `taken` is in force."""
 
     field: str
     taken: Any
@@ -50,8 +44,6 @@ class Resolved(Generic[Section]):
     """A resolved section, with the source of each value.
 
     Attributes:
-        value: The section's dataclass instance.
-        sources: The source of each field, by name.
         disagreements: Fields with different values in code and on the command line, or in code and a layer that won.
     """
 

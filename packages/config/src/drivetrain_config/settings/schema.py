@@ -46,8 +46,8 @@ class FieldSpec:
         plugins: The entry point group whose names are the values of the field; None if the values name no plug-ins.
         other_words: The values besides plug-in names, such as "auto"; `module:Class` stands for every such pair.
         is_json_file: Whether a path among the values names a JSON file, which a launch checks before ranks start.
-        brief: The line of the flag in a short help; a field without one stands in the whole help alone.
-        topic: The heading of that line.
+        brief: The line of the flag in a short help; by default, the first clause of `help`.
+        topic: The heading of that line; empty for a field that says no brief, which the whole help alone has.
     """
 
     section: str
@@ -102,9 +102,8 @@ class Flag:
         is_switch: Whether the field is a bool: the flag takes no value and has a negative form, `--no-...`.
         choices: The allowed values if the type is a closed list; else None.
         help: The description in one sentence, with the default.
-        metavar: The word that stands for the value.
-        brief: The description in a few words, for a short help; empty for a flag that a short help leaves out.
-        topic: The heading of the flag in a short help.
+        brief: The description in a few words, for a short help.
+        topic: The heading of the flag in a short help; empty for a flag that a short help leaves out.
         is_on: Whether the default of a switch is true.
     """
 
@@ -126,7 +125,6 @@ class Prompt:
 
     Attributes:
         default: The value for an empty answer.
-        choices: The allowed answers if the type is a closed list; else None.
         secret: Whether the answer must not be echoed.
         ask: The function that decides whether to ask and what to recommend, or the function's place; may be None.
     """
@@ -155,8 +153,8 @@ def specs(section_type: type[Any], section: str) -> tuple[FieldSpec, ...]:
             plugins=field.metadata.get("plugins"),
             other_words=tuple(field.metadata.get("other_words", ())),
             is_json_file=bool(field.metadata.get("json_file")),
-            brief=field.metadata.get("brief") or "",
-            topic=field.metadata.get("topic") or section,
+            brief=field.metadata.get("brief") or field.metadata.get("help", "").partition(";")[0].rstrip("."),
+            topic=(field.metadata.get("topic") or section) if field.metadata.get("brief") else "",
         )
         for field in fields(section_type)
         if field.init
@@ -200,7 +198,7 @@ def flags(section_type: type[Any], section: str) -> tuple[Flag, ...]:
 def _brief(spec: FieldSpec) -> str:
     """Return the line of a short help, with a default that says something."""
     says_nothing = spec.default in (MISSING, None, (), "") or isinstance(spec.default, bool)
-    return spec.brief if says_nothing or not spec.brief else f"{spec.brief} (default: {spec.shown_default})"
+    return spec.brief if says_nothing else f"{spec.brief} (default: {spec.shown_default})"
 
 
 def json_schema(section_type: type[Any], section: str) -> dict[str, Any]:

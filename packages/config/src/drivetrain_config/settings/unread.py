@@ -52,12 +52,8 @@ def find_unread(
 ) -> list[Unread]:
     """Return the given settings without effect that are known at the beginning of a run.
 
-    Args:
-        resolved: The sections that the run reads, by name.
-        others: All other sections with a given setting.
-        backends: The names of all backends, which are also the names of their sections.
-        backend: The name of the class of the backend that trains.
-        run: The settings of the run in force, by "run.NAME".
+    `others` are the sections that the run does not read; `backend` is the class of the backend that trains, `run` has
+    the settings of the run in force, by "run.NAME".
     """
     found: list[Unread] = []
     for section, other in others.items():

@@ -68,8 +68,6 @@ class Partition:
     Attributes:
         start: The first position that has not been read yet.
         stop: The number of positions in the epoch.
-        num_shards: The number of shards that read.
-        batch_size: The number of samples in a batch on each shard.
         even: The treatment of the tail. "uneven" splits it into contiguous slices, balanced over the shards; a shard
             without samples repeats the epoch's last sample. "pad" fills it from the epoch's start. "drop" drops it.
         num_blocks: The number of blocks. Position p belongs to block p % num_blocks, and equally many consecutive
@@ -115,9 +113,8 @@ class Partition:
         block, member = divmod(shard, self._sharing)
         begin, end = self._number_in(block, self._tail_start), self._number_in(block, self.stop)
         if self.even == "pad":
-            numbers = (
-                np.arange(begin + member * self.batch_size, begin + (member + 1) * self.batch_size) % end
-            )
+            first = begin + member * self.batch_size
+            numbers = np.arange(first, first + self.batch_size) % end
         else:
             first, last = balanced(end - begin, self._sharing, member)
             numbers = np.arange(begin + first, begin + last) if first < last else np.array([end - 1])

@@ -16,7 +16,6 @@ class BatchPlan:
             unknown. For an external loader whose batch sizes are unknown, 1 for each shard that has a batch.
         sizes: The number of samples that each shard holds, repeats included. None if unknown.
         even: Whether all shards hold equally many samples and all samples count in training, as in a full step.
-        is_last: Whether this is the last step of the epoch.
         replayed: Whether this shard has no new sample and repeats a sample with weight 0, to keep in step.
         advance: The number of positions by which the step advances in the epoch.
         guessed: Whether the sizes were guessed from the batches of an external loader.

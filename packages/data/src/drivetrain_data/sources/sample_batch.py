@@ -13,11 +13,8 @@ from drivetrain_data.state.sampler_parts import length_of
 def sample_batch(loader: Any, batch_size: int) -> Any:
     """Return a batch as the loader would collate it; None if its data can be read only once or by its own class.
 
-    Generators draw what they would have drawn without this call. Where the loader has workers, one of them reads.
-
-    Args:
-        loader: The loader as the user built it.
-        batch_size: The number of samples.
+    Generators draw what they would have drawn without this call. Where the user's loader has workers, one of them
+    reads.
     """
     dataset = getattr(loader, "dataset", None)
     size = length_of(dataset)

@@ -1,20 +1,11 @@
 """Find the dataclass of a command's arguments without the imports of the command's module, which may take seconds."""
 
 import ast
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, get_type_hints
 
 from drivetrain_config.plugins.installed import EntryPoint
 from drivetrain_launcher.module_summary import parse_module
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArgumentClass:
-    """A command's dataclass, as the sources have it: the module that defines it, and its definition."""
-
-    module: str
-    definition: ast.ClassDef
 
 
 def find_function(module: str, name: str) -> ast.FunctionDef | None:
@@ -23,17 +14,17 @@ def find_function(module: str, name: str) -> ast.FunctionDef | None:
     return next((node for node in functions if node.name == name), None)
 
 
-def find_argument_class(module: str, function: ast.FunctionDef | None) -> ArgumentClass | None:
-    """Return the class of a function's first argument, from `module` or the module that it is imported from."""
+def find_argument_class(module: str, function: ast.FunctionDef | None) -> tuple[str, ast.ClassDef] | None:
+    """Return the module and the definition of a function's first argument's class, imported into `module` or not."""
     if function is None or not function.args.args or function.args.args[0].annotation is None:
         return None
     return _find_class(module, ast.unparse(function.args.args[0].annotation).strip("'\""))
 
 
-def _find_class(module: str, name: str) -> ArgumentClass | None:
+def _find_class(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
     for node in parse_module(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return ArgumentClass(module=module, definition=node)
+            return module, node
         if isinstance(node, ast.ImportFrom) and node.module and name in {each.name for each in node.names}:
             return _find_class(node.module, name)
     return None
@@ -48,8 +39,8 @@ def load_arguments(point: EntryPoint) -> tuple[type[Any], str]:
     module, _, name = point.value.partition(":")
     function = find_function(module, name)
     found = find_argument_class(module, function)
-    if function is not None and found is not None and found.module != module:
-        kind = getattr(import_module(found.module), found.definition.name)
+    if function is not None and found is not None and found[0] != module:
+        kind = getattr(import_module(found[0]), found[1].name)
         return kind, (ast.get_docstring(function) or "").partition("\n")[0]
     run: Any = point.load()
     kind = next(hint for argument, hint in get_type_hints(run).items() if argument != "return")

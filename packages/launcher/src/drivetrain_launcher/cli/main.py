@@ -25,13 +25,9 @@ _USAGE = 2
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Run `drivetrain COMMAND ...`.
+    """Run `drivetrain COMMAND ...`, by default that of this process, and return the exit code.
 
-    Args:
-        tokens: The command-line arguments; None for those of this process.
-
-    Returns:
-        The exit code; 2 for an invalid command line or setting.
+    The code is 2 for an invalid command line or setting.
     """
     try:
         return _run(sys.argv[1:] if tokens is None else list(tokens), commands())

@@ -40,12 +40,14 @@ def overview(found: Mapping[str, EntryPoint], group: str, page: Page) -> str:
             row = (f"{word} {member.replace('.', ' ')}".rstrip(), module_summary(_module_of(point)))
             topics.setdefault("" if group else _topic_of({member: point}), []).append(row)
         if is_large:
-            topics.setdefault(_topic_of(members), []).append((f"{word} COMMAND", _summary_of_group(members)))
+            topics.setdefault(_topic_of(members), []).append(
+                (f"{word} COMMAND", module_summary(_package_of(members)))
+            )
     column = max(len(name) for rows in topics.values() for name, _ in rows) + 4
     order = sorted(topics, key=lambda topic: (topic not in _TOPICS, [*_TOPICS, topic].index(topic), topic))
     blocks = [
         f"usage: drivetrain {group}COMMAND [flags] ...",
-        page.paragraph(_summary_of_group(found) if group else _ABOUT),
+        page.paragraph(module_summary(_package_of(found)) if group else _ABOUT),
         *(
             (f"{page.heading(topic)}\n" if topic else "") + page.rows(topics[topic], column=column)
             for topic in order
@@ -73,7 +75,3 @@ def _package_of(members: Mapping[str, EntryPoint]) -> str:
     """Return the package that contains the modules of all commands of a group."""
     folders = [_module_of(point).rpartition(".")[0].replace(".", "/") for point in members.values()]
     return commonpath(folders).replace("/", ".")
-
-
-def _summary_of_group(members: Mapping[str, EntryPoint]) -> str:
-    return module_summary(_package_of(members))

@@ -26,7 +26,7 @@ from drivetrain_launcher.cli.flag_aliases import ours, refusal
 from drivetrain_launcher.cli.foreign_flags import ForeignFlags, add_meanings, translator_of
 from drivetrain_launcher.cli.given_flags import GivenFlags
 from drivetrain_launcher.cli.help_page import Page
-from drivetrain_launcher.cli.help_text import OWN, CommandHelp
+from drivetrain_launcher.cli.help_text import OWN, help_text
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.process_counts import settle_process_counts
 from drivetrain_messages import suggest
@@ -112,19 +112,20 @@ class CommandParser:
         """True if the last positional argument takes one or more words."""
         return bool(self.positionals) and get_origin(self.types[self.positionals[-1]]) is tuple
 
-    @property
-    def help(self) -> CommandHelp:
-        """The help of the command."""
+    def help(self, page: Page, *, has_all: bool = False) -> str:
+        """Return the text of `--help`, or with `has_all` of `--help-all`."""
         needed = self._find_needed()
         words = [name.upper() if name in needed else f"[{name.upper()}]" for name in self.positionals]
         words += [f"[{words[-1]} ...]"] if self.takes_several else []
         rest = [] if self.rest is None else [self.rest]
-        return CommandHelp(
+        return help_text(
+            page,
             command=self.command,
             usage=[*words, *(f"[{name.upper()} ...]" for name in rest)],
             summary=self.summary,
             arguments=[(name.upper(), self._find_help(name)) for name in (*self.positionals, *rest)],
             groups=self.groups,
+            has_all=has_all,
         )
 
     def _find_needed(self) -> list[str]:
@@ -152,7 +153,7 @@ class CommandParser:
             elif token == "-" or not token.startswith("-"):
                 words.append(token)
             elif token in ("-h", "--help", "--help-all"):
-                sys.stdout.write(self.help.text(Page.of_terminal(), has_all=token == "--help-all"))
+                sys.stdout.write(self.help(Page.of_terminal(), has_all=token == "--help-all"))
                 raise SystemExit(0)
             else:
                 self._take(token, waiting, given, foreign)

@@ -25,10 +25,7 @@ class BoundedStore:
     """A connection whose calls run on a separate thread, so that a caller can give up when its time is over.
 
     Calls of several threads take turns. After a call without an answer, later calls fail at once. The connection is
-    never used again: a late answer would be taken for the answer to another call.
-
-    Args:
-        connect: A function that connects; called on the thread.
+    never used again: a late answer would be taken for the answer to another call. `connect` runs on the thread.
     """
 
     def __init__(self, connect: Callable[[], TCPStore]) -> None:

@@ -44,12 +44,8 @@ def decide(
 ) -> ElasticState:
     """Return the next state of a run; the same state if nothing changes.
 
-    Args:
-        state: The state so far.
-        peers: All nodes that ever came, in the order of their arrival; the first is the leader.
-        limits: The limits of the run.
-        gathering_seconds: The time since the last round ended, or since the run began.
-        quiet_seconds: The time since the last node came.
+    `peers` are all nodes that ever came, in the order of their arrival; the first is the leader. The run has been
+    gathering since its last round ended, or since it began; it has been quiet since the last node came.
     """
     if state.closed:
         return state

@@ -65,7 +65,6 @@ class ElasticState(_Message):
         members: The nodes of that round, in the order of their ranks; the leader is the first.
         ranks_port: The port of the store that the ranks of that round use.
         is_over: Whether that round is over, so that every member stops its ranks and gets ready for the next.
-        change: The reason why the round is over.
         reason: The same reason as a sentence for people.
         closed: The reason why the run is over, as a sentence; empty while it goes on.
         exit_code: The exit code of a run that is over, for the nodes whose ranks have not ended well.

@@ -85,7 +85,7 @@ class ElasticNodes(LaunchersStoreHandler):
             rank = state.rank_of(member.node.number)
             if state.is_running and state.round > self._round and rank is not None:
                 break
-            if state.round >= member.ready and (rank is None or state.is_over):
+            if state.round >= member.status.ready and (rank is None or state.is_over):
                 member.ready_for_next()  # the others began a round without this node
             member.wait(_WAIT_SECONDS)
         self._round = state.round
@@ -188,11 +188,5 @@ class ElasticNodes(LaunchersStoreHandler):
         )
 
     def _connect(self, seconds: float) -> TCPStore:
-        meeting = self._meeting
-        return TCPStore(
-            meeting.address,
-            meeting.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=seconds),
-        )
+        timeout = timedelta(seconds=seconds)
+        return TCPStore(self._meeting.address, self._meeting.port, timeout=timeout, wait_for_workers=False)

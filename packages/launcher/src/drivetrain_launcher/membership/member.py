@@ -44,13 +44,14 @@ class RoundOverError(RuntimeError):
 class Member:
     """A node that takes part in a run, with a thread that speaks to the store until `close`.
 
-    Args:
-        store: The connection to the store.
-        node: The node, whose number came from the store.
-        silence_seconds: The time without an answer after which the node gives up on the store's host.
-        place: The address of the store, for messages.
-        fence: A function that ends the ranks at once. The thread calls the function after the node was frozen for so
-            long that the other nodes may have gone on without it.
+    After `silence_seconds` without an answer the node gives up on the store's host; `place` is its address. The
+    thread calls `fence`, which ends the ranks at once, after the node was frozen for so long that the other nodes may
+    have gone on without it.
+
+    Attributes:
+        state: The state of the run, as this node knows it.
+        status: The status that this node sends.
+        was_frozen: Whether the ranks were ended because this node froze; false again once it is ready.
     """
 
     def __init__(
@@ -67,26 +68,16 @@ class Member:
         self._silence_seconds = silence_seconds
         self._place = place
         self._fence = fence
-        self._status = NodeStatus()
-        self._state = ElasticState()
+        self.status = NodeStatus()
+        self.state = ElasticState()
         self._state_number = b""
         self._lost = ""
-        self._was_frozen = False
+        self.was_frozen = False
         self._changed = Condition()
         self._now = Event()
         self._ended = False
         self._thread = Thread(target=self._live, name="elastic member", daemon=True)
         self._thread.start()
-
-    @property
-    def state(self) -> ElasticState:
-        """The state of the run, as this node knows it."""
-        return self._state
-
-    @property
-    def was_frozen(self) -> bool:
-        """True if the ranks were ended because this node froze; False again once it is ready."""
-        return self._was_frozen
 
     @property
     def is_lost(self) -> bool:
@@ -95,20 +86,15 @@ class Member:
 
     def check(self) -> None:
         """Raise RunOverError if the run is over, or the host of its store is silent or gone."""
-        if self._state.closed:
-            raise RunOverError(self._state.closed, exit_code=self._state.exit_code)
+        if self.state.closed:
+            raise RunOverError(self.state.closed, exit_code=self.state.exit_code)
         if self._lost:
             raise RunOverError(self._lost, exit_code=1)
 
     def ready_for_next(self) -> None:
         """Report that the ranks of this node are stopped, and the node is ready for the next round."""
-        self._was_frozen = False
-        self._tell(ready=self._state.round + 1, finished=0)
-
-    @property
-    def ready(self) -> int:
-        """The round that this node is ready for."""
-        return self._status.ready
+        self.was_frozen = False
+        self._tell(ready=self.state.round + 1, finished=0)
 
     def finished(self, number: int) -> None:
         """Say that the ranks of this node have ended well in a round."""
@@ -116,7 +102,7 @@ class Member:
 
     def leave(self, how: Leave, exit_code: int) -> None:
         """Report that this node leaves, and how; later calls change nothing."""
-        if not self._status.left:
+        if not self.status.left:
             self._tell(left=how, exit_code=exit_code)
 
     def call(self, function: Callable[[TCPStore], Result]) -> Result:
@@ -142,7 +128,7 @@ class Member:
 
     def _tell(self, **changes: Any) -> None:
         with self._changed:
-            self._status = replace(self._status, **changes)
+            self.status = replace(self.status, **changes)
         self._now.set()
 
     def _live(self) -> None:
@@ -164,14 +150,14 @@ class Member:
 
     def _end_ranks_after(self, seconds: float, *, limit: float) -> None:
         """End the ranks if this process stood still for so long that the others may have gone on without it."""
-        if seconds > limit and len(self._state.members) > 1 and not self._ended:
-            self._was_frozen = True
+        if seconds > limit and len(self.state.members) > 1 and not self._ended:
+            self.was_frozen = True
             self._fence()
 
     def _beat(self) -> None:
         with self._changed:
-            self._status = replace(self._status, count=self._status.count + 1)
-            text = self._status.to_json()
+            self.status = replace(self.status, count=self.status.count + 1)
+            text = self.status.to_json()
 
         def exchange(store: TCPStore) -> tuple[bytes, bytes]:
             store.set(f"{STATUS_KEY}{self.node.number}", text)
@@ -183,14 +169,14 @@ class Member:
         if news:
             state = ElasticState.from_json(news)
             with self._changed:
-                self._state, self._state_number = state, number
-                self._status = replace(self._status, has_seen_end=bool(state.closed))
+                self.state, self._state_number = state, number
+                self.status = replace(self.status, has_seen_end=bool(state.closed))
                 self._changed.notify_all()
             self._now.set()
 
     def _give_up(self, error: StoreSilentError | StoreGoneError) -> None:
-        if self._state.closed or self._ended or self._lost:
-            self._lost = self._lost or self._state.closed or "ended"
+        if self.state.closed or self._ended or self._lost:
+            self._lost = self._lost or self.state.closed or "ended"
             return
         how = (
             f"has been silent for {self._silence_seconds:g} s"

@@ -59,12 +59,7 @@ class RoundStore(Store):
         return self._call(lambda store: store.multi_get([self._key(key) for key in keys]))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Wait until all keys have a value.
-
-        Raises:
-            RoundOverError, RunOverError: The round or the run ended first.
-            DistStoreError: The time is up.
-        """
+        """Wait until all keys have a value; Round- or RunOverError if that ends first, else DistStoreError."""
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit.total_seconds()
         while not self.check(keys):

@@ -33,10 +33,7 @@ def read_group_limits(root: Path = CGROUP_ROOT, proc: Path = PROC) -> GroupLimit
         try:
             used, period = (folder / "cpu.max").read_text().split()
         except (OSError, ValueError):
-            used, period = (
-                str(_number(folder / "cpu.cfs_quota_us")),
-                str(_number(folder / "cpu.cfs_period_us")),
-            )
+            used, period = (str(_number(folder / f"cpu.cfs_{what}_us")) for what in ("quota", "period"))
         if not used.isdecimal() or not period.isdecimal() or int(used) == 0:
             return None
         return int(used) / int(period)

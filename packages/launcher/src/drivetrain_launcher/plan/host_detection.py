@@ -53,7 +53,6 @@ class Host:
         accelerator: The kind of accelerator that torch would use, such as "cuda"; None if there is none.
         accelerator_count: The number of accelerators visible to this process.
         visible_devices: The value of the variable that restricts them, such as CUDA_VISIBLE_DEVICES; None if unset.
-        omp_num_threads: The value of OMP_NUM_THREADS in the environment; None if unset.
         num_ranks: The number of ranks of another launcher that started this process as a rank; 0 without one.
         cpu_topology: The cores to bind ranks to; None to bind none.
         tpus: The TPUs of the host, if these are its accelerators.
@@ -82,10 +81,7 @@ def detect_host(device: str) -> Host:
     """Detect the accelerators of this host and the settings of its environment.
 
     torch is imported only if an accelerator's driver is loaded, or if the system cannot tell, so that a machine
-    without accelerators never waits for the import.
-
-    Args:
-        device: The chosen kind of device: "auto" selects the best one, "cpu" looks for no accelerator.
+    without accelerators never waits for the import. The device "auto" selects the best kind, "cpu" looks for none.
     """
     num_ranks = 0
     # Inherited variables are those of a parent process.
@@ -121,19 +117,18 @@ def accelerator_may_exist(dev: Path = Path("/dev")) -> bool:
     return any(next(dev.glob(pattern), None) is not None for pattern in _DEVICE_NODES)
 
 
-def detect_cpu_topology(
-    accelerator: str | None, *, visible: Sequence[str] = (), root: Path = Path("/")
-) -> CpuTopology:
+def detect_cpu_topology(accelerator: str | None, *, visible: Sequence[str] = ()) -> CpuTopology:
     """Read the cores that this process may use, and the NUMA node of each visible accelerator.
 
-    `visible` has the accelerators that ranks use, by number or UUID, in their order; empty for all. `root` is the
-    folder of `sys` and `proc`. A LaunchError says that this system cannot bind a process to cores.
+    `visible` has the accelerators that ranks use, by number or UUID, in their order; empty for all. A LaunchError
+    says that this system cannot bind a process to cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise LaunchError("--bind auto: this system cannot bind a process to cores (Linux can); leave it out")
     from drivetrain_launcher.plan.control_groups import read_group_limits  # few launches bind
 
-    found = read_cpu_topology(root, usable=os.sched_getaffinity(0), accelerator=accelerator, visible=visible)
+    usable = os.sched_getaffinity(0)
+    found = read_cpu_topology(Path("/"), usable=usable, accelerator=accelerator, visible=visible)
     return replace(found, quota=read_group_limits().cpus)
 
 

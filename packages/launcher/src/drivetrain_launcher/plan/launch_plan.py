@@ -23,13 +23,7 @@ HIDDEN_TAIL = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchTarget:
-    """The script, module or program to run.
-
-    Attributes:
-        name: The path of a script, or the name of a module or program.
-        arguments: The arguments of the script, unchanged.
-        kind: The kind of target that `name` refers to.
-    """
+    """The script, module or program to run: its path or name, and its arguments, unchanged."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -38,15 +32,7 @@ class LaunchTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """A process of a plan.
-
-    Attributes:
-        rank: The global rank; with c10d rendezvous, the rank if this node is the first to arrive.
-        local_rank: The rank on its node.
-        command: The command to execute.
-        environment: The variables to add to the environment.
-        binding: The cores to bind the process to; None for any.
-    """
+    """A process of a plan; with c10d rendezvous, its rank is that of a node which is the first to arrive."""
 
     rank: int
     local_rank: int
@@ -57,36 +43,16 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """The plan of a launch on this node.
+    """The plan of a launch on this node. What `LaunchSettings` has too means the same here, as it was decided.
 
     Attributes:
         mode: "in place" runs the script in the launcher's own process; "elastic" starts processes with torch's agent.
-        target: The script, module or program to run.
-        num_nodes: The number of nodes; the maximum number of an elastic run.
-        min_nodes: The minimum number of nodes of an elastic run; None if the number is fixed.
-        node_silence_seconds: The time without a sign of life after which an elastic run goes on without a node.
         node_rank: The rank of this node; None if the rendezvous decides.
-        processes_per_node: The number of processes on each node.
-        rdzv_backend: The rendezvous backend, "static" or "c10d".
-        rdzv_id: The name of the run.
-        rdzv_timeout_seconds: The time that nodes wait for each other.
-        master_addr: The host name or address of the rendezvous.
         master_port: The port of the rendezvous; 0 for any free port.
-        max_restarts: The maximum number of restarts of all processes.
-        monitor_interval_seconds: The time between two checks of the processes.
-        shutdown_timeout_seconds: The time that processes have to save before they are killed.
         standstill_seconds: The time after which a process that a signal has stopped is killed; None for no limit.
-        preload: The modules that are imported once, in a process that the ranks are forked off; empty for fresh
-            interpreters.
-        log_dir: The folder for output files, in addition to the terminal.
-        prefix: The ranks whose lines begin with their rank: all ranks but 0, all ranks, or none.
-        show_ranks: The ranks whose output is shown; empty for all.
-        tail: The number of last lines of a failed rank to show again; None for a few if the rank is not shown.
         environment: The variables that the launcher adds to the environment of each process, without rank variables.
         bindings: The cores of each rank, by local rank; empty to bind none.
         placement: The place in a cluster's job; None outside any job.
-        max_requeues: The maximum number of times that the job is started again after all ranks have saved; None for
-            no limit.
         has_ranks: Whether another launcher has set this process's ranks and the plan keeps them; only in place.
         notes: The decisions made by default, to be printed once.
     """
@@ -224,19 +190,10 @@ def _cluster_lines(place: JobPlacement | None) -> list[str]:
     if place is None:
         return []
     hosts = place.hosts if len(place.hosts) <= 4 else (*place.hosts[:2], "...", place.hosts[-1])
-    shown = {
-        "num_nodes": place.num_nodes,
-        "node_rank": place.node_rank,
-        "num_tasks": place.num_tasks,
-        "tasks_per_node": place.tasks_per_node,
-        "task_rank": place.task_rank,
-        "local_task": place.local_task,
-        "hosts": ",".join(hosts),
-        "master_addr": place.master_addr,
-        "master_port": place.master_port,
-        "devices": None if place.devices is None else ",".join(place.devices) or "none",
-        "restart_count": place.restart_count,
-    }
+    names = ("num_nodes", "node_rank", "num_tasks", "tasks_per_node", "task_rank", "local_task", "hosts")
+    names += ("master_addr", "master_port", "devices", "restart_count")
+    devices = None if place.devices is None else ",".join(place.devices) or "none"
+    shown = {name: getattr(place, name) for name in names} | {"hosts": ",".join(hosts), "devices": devices}
     each = "one task per rank" if place.is_one_task_per_rank else "one task per node"
     rows = [(name, str(value)) for name, value in shown.items() if value not in (None, "")]
     width = max(len(value) for _, value in rows)

@@ -26,18 +26,11 @@ def plan_launch(
     handed_down: str | None = None,
     placement: JobPlacement | None = None,
 ) -> LaunchPlan:
-    """Plan a launch on this node.
+    """Plan a launch on this node, which `host` describes.
 
-    Args:
-        settings: The `launch` section.
-        target: The script, module or program to run.
-        host: The description of this node.
-        handed_down: The settings for the workers, as written by `Layers.to_json`.
-        placement: The place of this process in a cluster's job. The settings already hold the job's values.
-
-    Raises:
-        LaunchError: If the launch is impossible, such as with too few accelerators or without a node rank. The
-            message gives the numbers and a remedy.
+    `handed_down` are the settings for the workers, as `Layers.to_json` writes them; `placement` is the place of this
+    process in a cluster's job, whose values the settings already hold. A LaunchError says why a launch is impossible,
+    such as with too few accelerators or without a node rank, with the numbers and a remedy.
     """
     task = placement if placement is not None and placement.is_one_task_per_rank else None
     count, notes = _processes_per_node(settings, host) if task is None else (task.tasks_per_node, ())

@@ -65,14 +65,8 @@ def tpu_environment(
 ) -> dict[str, str]:
     """Return the variables that torch_tpu reads in the processes of a launch, one process a device. Pure.
 
-    Args:
-        tpus: The TPUs of this host; those of all hosts are alike.
-        num_processes: The number of processes on each host.
-        num_nodes: The number of hosts.
-        hosts: The hosts' names in the order of their ranks; empty where nothing tells.
-
-    Raises:
-        LaunchError: So many devices of a host are not wired to each other, or nothing says where the hosts are.
+    All hosts are alike; `hosts` are their names by rank, empty where nothing tells. A LaunchError says that so many
+    devices of a host are not wired to each other, or that nothing says where the hosts are.
     """
     topology = tpus.given.get(TOPOLOGY) or (tpus.topologies.get(num_processes) if num_nodes == 1 else None)
     if topology is None and num_nodes == 1:
@@ -85,11 +79,8 @@ def tpu_environment(
         raise LaunchError(
             f"{num_nodes} hosts with TPUs: set {TOPOLOGY} on each to the wiring of the whole slice, such as 4,4,1"
         )
-    hosts = (
-        ("localhost",)
-        if num_nodes == 1
-        else hosts or tuple(filter(None, tpus.given.get(HOSTS, "").split(",")))
-    )
+    named = hosts or tuple(filter(None, tpus.given.get(HOSTS, "").split(",")))
+    hosts = ("localhost",) if num_nodes == 1 else named
     if len(hosts) != num_nodes and ADDRESSES not in tpus.given:
         raise LaunchError(
             f"{num_nodes} hosts with TPUs, of which {len(hosts)} are named: set {HOSTS} to the names of all "

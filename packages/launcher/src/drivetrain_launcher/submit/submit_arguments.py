@@ -20,64 +20,31 @@ class SubmitArguments:
     )
     on: str = argument(
         ...,
-        "Cluster to submit to: slurm, kubernetes, ray, local (this machine), or one of a plug-in.",
-        brief="slurm, kubernetes, ray, local or a plug-in",
+        "slurm, kubernetes, ray, local or a plug-in; local is this machine.",
         plugins="drivetrain.clusters",
     )
-    name: str | None = argument(
-        None, "Name of the job; unset: the name of the script without its ending.", brief="Name of the job"
-    )
-    folder: Path = argument(
-        Path("."),
-        "Working directory of the job, on the nodes of the cluster.",
-        brief="Working directory, on the nodes",
-    )
+    name: str | None = argument(None, "Name of the job; unset: the name of the script without its ending.")
+    folder: Path = argument(Path("."), "Working directory, on the nodes.")
     accelerators_per_node: int | None = argument(
-        None,
-        "Number of accelerators to request on each node; unset: processes_per_node, or none with --cpu.",
-        brief="Accelerators to request on each node",
+        None, "Accelerators to request on each node; unset: processes_per_node, or none with --cpu."
     )
-    cpus_per_node: int | None = argument(
-        None, "Number of CPU cores to request on each node.", brief="CPU cores to request on each node"
-    )
-    memory_per_node: str | None = argument(
-        None, "Memory to request on each node, such as 64GB.", brief="Memory of each node, such as 64GB"
-    )
-    time: str | None = argument(
-        None,
-        "Time after which the cluster ends the job, such as 12:00:00, 90m or 1d12h.",
-        brief="Time limit, such as 12:00:00 or 90m",
-    )
-    save_seconds: int = argument(
-        120,
-        "Seconds that the job has to save before its time ends, or after a preemption.",
-        brief="Seconds to save before the end",
-    )
-    max_requeues: int = argument(
-        3,
-        "Number of times that the job starts again after a preemption or the end of its time.",
-        brief="Restarts after a preemption",
-    )
+    cpus_per_node: int | None = argument(None, "CPU cores to request on each node.")
+    memory_per_node: str | None = argument(None, "Memory to request on each node, such as 64GB.")
+    time: str | None = argument(None, "Time limit, such as 12:00:00, 90m or 1d12h.")
+    save_seconds: int = argument(120, "Seconds to save before the end; as many after a preemption.")
+    max_requeues: int = argument(3, "Restarts after a preemption; after the end of its time too.")
     option: tuple[str, ...] = argument(
-        (),
-        "Option of the cluster, such as partition=gpu; may be given several times.",
-        brief="Option of the cluster: partition=gpu",
-        repeated=True,
+        (), "Option of the cluster, such as partition=gpu; may be given several times.", repeated=True
     )
     env: tuple[str, ...] = argument(
         (),
-        "Variable of the job, NAME=VALUE, or NAME for its value here; may be given several times.",
-        brief="Variable of the job, NAME=VALUE or NAME",
+        "Variable of the job, NAME=VALUE; NAME alone takes its value here; may be given several times.",
         repeated=True,
     )
     follow: bool = argument(
         True, "Show the output of the job until it ends.", brief="Return at once; do not show the output"
     )
-    dry_run: bool = argument(
-        False,
-        "Print the files and the command; write and submit nothing.",
-        brief="Print files and command; submit nothing",
-    )
+    dry_run: bool = argument(False, "Print files and command, and submit nothing.")
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
     def __post_init__(self) -> None:

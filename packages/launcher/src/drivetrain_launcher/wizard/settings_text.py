@@ -67,10 +67,7 @@ def settings_text(
 
 
 def launch_line(
-    answers: Mapping[Key, GivenAnswer],
-    sections: Mapping[str, type[Any]],
-    *,
-    command: str = "drivetrain launch",
+    answers: Mapping[Key, GivenAnswer], sections: Mapping[str, type[Any]], *, command: str
 ) -> str:
     """Return the launch that gives the same settings by flags, as words for a shell.
 

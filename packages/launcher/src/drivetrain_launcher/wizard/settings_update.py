@@ -31,7 +31,7 @@ def updated_text(path: Path, changes: Sequence[str], removals: Sequence[str]) ->
     contents = read_file(path)
     text, lines = path.read_text(encoding="utf-8"), list[str]()
     # The text spells other sections than are read from it: it is in Accelerate's form.
-    if set(contents.data) != set(_load_document(text) or {}):
+    if set(contents.data) != set(_yaml().load(text) or {}):
         heading = f"The settings of a drivetrain run, converted from {path}."
         text = settings_text(answers_of(contents, "as in"), sections(), heading=[heading])
         lines = [f"{path}: was Accelerate's, and is drivetrain's now", *contents.notices]
@@ -41,7 +41,7 @@ def updated_text(path: Path, changes: Sequence[str], removals: Sequence[str]) ->
     for name in removals:
         section, field, _ = _parse(f"{name}=")
         spec = _find_spec(section, field, _UNSET)
-        values = (_load_document(text) or {}).get(section) or {}
+        values = (_yaml().load(text) or {}).get(section) or {}
         if field in values:
             lines.append(f"{section}.{field}: {yaml_value(plain(values[field]))} -> unset")
             text = _remove_setting(text, spec)
@@ -72,7 +72,7 @@ def _find_spec(section: str, field: str, source: Source) -> FieldSpec:
 
 def _apply_changes(text: str, changes: Sequence[str]) -> tuple[str, list[str]]:
     """Return the text of a file with settings changed, and a line for each change."""
-    document = _load_document(text)
+    document = _yaml().load(text)
     document = _yaml().map() if document is None else document
     lines: list[str] = []
     for change in changes:
@@ -102,7 +102,7 @@ def _remove_setting(text: str, spec: FieldSpec) -> str:
     The library keeps a comment with the key before it, so that removing a key from its document would remove
     the next key's comment, and leave the removed key's own.
     """
-    document = _load_document(text)
+    document = _yaml().load(text)
     values = document[spec.section]
     if values.fa.flow_style() or len(values) == 1:
         del values[spec.name]
@@ -126,10 +126,6 @@ def _remove_setting(text: str, spec: FieldSpec) -> str:
             begin = above
             break
     return "".join(lines[:begin] + lines[end:])
-
-
-def _load_document(text: str) -> Any:
-    return _yaml().load(text)
 
 
 def _dump_document(document: Any) -> str:

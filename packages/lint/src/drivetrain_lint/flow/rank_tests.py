@@ -20,6 +20,7 @@ _NUMBERS = word_set(
     "ddp_local_rank ddp_rank dp_rank global_rank local_process_index local_rank node_rank "
     "process_index rank world_rank"
 )
+RANK_WORDS = _FLAGS | _NUMBERS  # names that always hold a rank or a test of the rank
 _NUMBER_CALLS = frozenset(
     {"get_rank", "get_local_rank", "get_global_rank", "get_node_rank", "get_node_local_rank"}
 )
@@ -107,12 +108,9 @@ class RankTests:
             case ast.Name() | ast.Attribute():
                 if self._is_agreed(node):
                     return False
-                values = self.bindings.values(node)
-                return (
-                    any(self.is_number(each, depth - 1) for each in values)
-                    if values
-                    else _last(node) in _NUMBERS
-                )
+                if values := self.bindings.values(node):
+                    return any(self.is_number(each, depth - 1) for each in values)
+                return _last(node) in _NUMBERS
             case ast.BinOp():
                 return self.is_number(node.left, depth) or self.is_number(node.right, depth)
             case ast.IfExp():
@@ -283,8 +281,3 @@ def _is_environ(node: ast.AST) -> bool:
 
 def _is_variable(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value in _VARIABLES
-
-
-def rank_words() -> frozenset[str]:
-    """Return the names that always hold a rank or a test of the rank."""
-    return _FLAGS | _NUMBERS

@@ -138,9 +138,7 @@ class Walk:
         if cause is None and any(self.tests.ranks(each) or self.tests.is_number(each) for each in tested):
             bodies = {self.signatures.of(case.body) for case in cases}
             last = cases[-1]
-            if not (
-                isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None and not last.guard
-            ):
+            if last.guard or not isinstance(last.pattern, ast.MatchAs) or last.pattern.pattern is not None:
                 bodies.add(())  # no case may match
             if len(bodies) > 1 or any(is_departure(each) for case in cases for each in case.body):
                 cause = Cause(kind=Parting.CONDITION, node=subject, test=f"match {text_of(subject)}")

@@ -23,15 +23,11 @@ class Target:
 
 
 def find_targets(names: tuple[str, ...], *, base: Path) -> list[Target]:
-    """Return the files for the given names, each file once, in order.
+    """Return the files for names of files, folders or modules, each file once, in order.
 
-    Args:
-        names: Files, folders, or dotted names of modules. A folder stands for all scripts and notebooks in it, except
-            in hidden folders, virtual environments and builds.
-        base: The folder for relative names, in which modules are searched too.
-
-    Raises:
-        LintArgumentError: A name is neither a file, nor a folder, nor a module; or a file is no script.
+    A folder stands for all scripts and notebooks in it, except in hidden folders, virtual environments and builds.
+    Relative names and modules are looked for in `base`. LintArgumentError if a name is none of these, or a file is no
+    script.
     """
     found: dict[Path, Target] = {}
     for name in names:

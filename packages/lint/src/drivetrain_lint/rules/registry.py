@@ -26,14 +26,9 @@ ALL_RULES: tuple[Rule[Any], ...] = (
 
 
 def choose_rules(*, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule[Any], ...]:
-    """Return the rules to check.
+    """Return the rules to check: all, or those that `select` names, but not those that `ignore` names.
 
-    Args:
-        select: Codes, beginnings of codes ("DT1"), names, or "all"; if empty, all rules.
-        ignore: Codes, beginnings of codes or names of rules to leave out.
-
-    Raises:
-        LintArgumentError: A word names no rule.
+    A word is a code, the beginning of codes ("DT1"), a name, or "all"; LintArgumentError if it names no rule.
     """
     for word in (*select, *ignore):
         if word != "all" and not any(_is_named(rule, [word]) for rule in ALL_RULES):

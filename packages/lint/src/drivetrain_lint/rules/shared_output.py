@@ -6,7 +6,7 @@ from functools import partial
 
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.flow.program import ONE_RANK, Program
-from drivetrain_lint.flow.rank_tests import rank_words
+from drivetrain_lint.flow.rank_tests import RANK_WORDS
 from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.reading.script import Function, own_nodes
 from drivetrain_lint.rules.rule import Rule
@@ -124,9 +124,7 @@ def _differs(program: Program, path: ast.expr, depth: int) -> bool:
     """Return whether a path contains the rank."""
     for node in ast.walk(path):
         last = last_name(node).lower()
-        if last in rank_words() or any(
-            word in last for word in ("rank", "process_index", "proc_id", "device")
-        ):
+        if last in RANK_WORDS or any(word in last for word in ("rank", "process_index", "proc_id", "device")):
             return True
         if isinstance(node, ast.Call) and program.tests.is_number(node):
             return True

@@ -34,9 +34,8 @@ class TryOutcome(Enum):
 class ExecutableBatchSize:
     """The result of a search, to save with a run: a later search begins with it.
 
-    Attributes:
-        batch_size: The samples of a micro-batch on one rank in the current try, or in the last one that fitted; None
-            before the first try, and after a try that did not fit.
+    The batch size is that of a micro-batch on one rank in the current try, or in the last one that fitted; None
+    before the first try, and after a try that did not fit.
     """
 
     batch_size: int | None = None
@@ -290,10 +289,8 @@ def accumulation_steps(starting_batch_size: int, batch_size: int, *, steps: int 
     """Return the micro-batches of `batch_size` that make up one step of `steps` micro-batches of the starting size.
 
     The number is rounded up, so the global batch never shrinks. If the batch size does not divide it evenly, it grows
-    by less than one micro-batch on each rank.
-
-    Raises:
-        ValueError: A number is below 1, or the batch size is above the starting one.
+    by less than one micro-batch on each rank. ValueError if a number is below 1, or the batch size above the starting
+    one.
     """
     if min(starting_batch_size, batch_size, steps) < 1 or batch_size > starting_batch_size:
         raise ValueError(

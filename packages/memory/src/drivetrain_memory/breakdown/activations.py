@@ -114,10 +114,8 @@ def record_activations(model: nn.Module) -> Generator[ActivationRecorder]:
 
     Parameters and buffers of the model are not counted. A saved tensor costs some 10 us, so measure one step, not
     all. Tensors of compiled code count for the module whose forward was compiled; under activation checkpointing only
-    inputs count. Forwards of several threads are counted together, and their modules are mixed up.
-
-    Args:
-        model: The model; hooks are put on all of its modules for the block.
+    inputs count. Forwards of several threads are counted together, and their modules are mixed up. Within the block,
+    all modules of the model have hooks.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(10, 20), nn.ReLU())

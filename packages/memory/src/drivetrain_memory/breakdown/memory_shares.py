@@ -14,11 +14,6 @@ class ModuleMemory:
 
     Attributes:
         name: The name in the model, such as "layers.0.attention"; empty for the model itself.
-        kind: The class of the module.
-        parameters: The bytes of its parameters.
-        gradients: The bytes of their gradients.
-        optimizer_states: The bytes of their optimizer states.
-        buffers: The bytes of its buffers.
         activations: The bytes of tensors that its forward saved for the backward, at the module's peak.
     """
 
@@ -63,11 +58,7 @@ class MemoryBreakdown:
     def by_prefix(self, depth: int) -> tuple[ModuleMemory, ...]:
         """Return the memory of modules down to a depth of names, deeper submodules included.
 
-        Args:
-            depth: The number of parts of a name: 1 for "layers", 2 for "layers.0".
-
-        Raises:
-            ValueError: The depth is not positive.
+        The depth, at least 1, is the number of parts of a name: 1 for "layers", 2 for "layers.0".
         """
         if depth < 1:
             raise ValueError(f"depth={depth}: must be at least 1")

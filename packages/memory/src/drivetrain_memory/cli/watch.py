@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -19,6 +19,7 @@ from drivetrain_memory.report.quantities import bytes_text, seconds_text
 from drivetrain_memory.tracker.rank_summary import RankSummary, merge_summaries, write_summary
 from drivetrain_memory.tracker.sample_recorder import SampleRecorder, samples_file
 from drivetrain_memory.usage.sampler import UsageSampler
+from drivetrain_messages import argument
 
 _USAGE, _NOT_FOUND, _NOT_EXECUTABLE, _BY_SIGNAL = 2, 127, 126, 128  # exit codes, as shells have them
 
@@ -27,16 +28,12 @@ _USAGE, _NOT_FOUND, _NOT_EXECUTABLE, _BY_SIGNAL = 2, 127, 126, 128  # exit codes
 class WatchArguments:
     """The arguments of `drivetrain memory watch`."""
 
-    target: str = field(
-        metadata={"positional": True, "help": "A process id, or a command after `--`; flags stand before it."}
+    target: str = argument(
+        ..., "A process id, or a command after `--`; flags stand before it.", positional=True
     )
-    command: tuple[str, ...] = field(
-        default=(), metadata={"rest": True, "help": "The arguments of the command."}
-    )
-    interval: float = field(default=0.1, metadata={"help": "Seconds between two samples."})
-    out: str = field(
-        default="memory-watch", metadata={"help": "Folder for samples, summary and page (memory.html)."}
-    )
+    command: tuple[str, ...] = argument((), "The arguments of the command.", rest=True)
+    interval: float = argument(0.1, "Seconds between two samples.")
+    out: str = argument("memory-watch", "Folder for samples, summary and page (memory.html).")
 
     def __post_init__(self) -> None:
         if not 0.001 <= self.interval <= 3600:
@@ -46,10 +43,8 @@ class WatchArguments:
 def run(arguments: WatchArguments) -> int:
     """Watch the memory of a process, or of a command, from outside; write a summary and an HTML page.
 
-    Returns:
-        The command's exit code, or 128 plus the signal's number if a signal ended the command. 0 for a watched
-        process. 2 if the process does not exist or the folder cannot be written. A later disk error ends the watch
-        with a warning, but not the program.
+    Return the command's exit code, or 128 plus the number of the signal that ended it; 0 for a watched process; 2 if
+    there is no such process or the folder cannot be written. A later disk error ends the watch, not the program.
     """
     try:
         Path(arguments.out).mkdir(parents=True, exist_ok=True)

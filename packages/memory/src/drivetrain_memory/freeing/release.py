@@ -17,8 +17,7 @@ from drivetrain_memory.system_heap import trim_heap
 def clear_device_cache(garbage_collection: bool = False) -> None:
     """Return unused memory in the cache of the accelerator's allocator to the driver.
 
-    Args:
-        garbage_collection: Whether to collect garbage first, so that tensors in reference cycles are freed too.
+    With `garbage_collection`, collect garbage first, so that tensors in reference cycles are freed too.
     """
     if garbage_collection:
         gc.collect()
@@ -34,10 +33,8 @@ def release_memory(*objects: Any) -> list[None]:
     their states, tensors their values and graphs, loaders the workers that they keep, containers their elements.
     All other references see the emptied objects. Parameters and buffers that another live module has, or that another
     live optimizer trains, keep their values. If a module was compiled, all compiled code of the process is dropped,
-    since torch cannot drop a part; code in use is compiled again at its next call.
-
-    Args:
-        *objects: Modules, optimizers, tensors, loaders, or lists and dicts of these; other objects are unchanged.
+    since torch cannot drop a part; code in use is compiled again at its next call. Objects of other kinds are left
+    unchanged.
 
     Example:
         >>> model, optimizer = torch.nn.Linear(4, 2), None

@@ -18,7 +18,6 @@ class TensorCycle:
 
     Attributes:
         types: The types of the objects, in the order of the references; the last repeats the first.
-        count: The number of such circles.
         tensor_bytes: The bytes of the tensors that the circles held.
         line: The user's line that made one of the objects; None if allocations were not traced.
     """

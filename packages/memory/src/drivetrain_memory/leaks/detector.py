@@ -5,7 +5,6 @@ import logging
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 from drivetrain_memory.compat import WORKERS_ITERATOR, workers_of
@@ -110,11 +109,7 @@ class LeakDetector:
             self._suspect()
 
     def investigate(self) -> None:
-        """Begin an investigation at this step; it ends `investigation_steps` steps later.
-
-        Raises:
-            RuntimeError: An investigation is under way.
-        """
+        """Begin an investigation, which ends `investigation_steps` later; RuntimeError if one is under way."""
         if self._investigation is not None:
             raise RuntimeError(
                 "an investigation is under way: it ends by itself, after investigation_steps steps"
@@ -130,9 +125,7 @@ class LeakDetector:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _suspect(self) -> None:

@@ -26,7 +26,6 @@ class Leak:
         kind: "objects" that a name holds, a "worker" or another child process, "pinned" host memory, memory of
             "native" code in the heap, or of the "device" without a Python object.
         holder: The name that holds the objects, or the process or place that grows.
-        bytes_per_step: The growth in bytes for each step.
         per_step: The number of objects of each type that each step adds.
         line: The user's line that made the newest of the objects; None if allocations were not traced.
         samples: The newest objects; empty once the report is made.
@@ -144,10 +143,8 @@ class LeakReport:
     """The result of an investigation of growing memory.
 
     Attributes:
-        first_step: The step at which the investigation began.
-        last_step: The step at which it ended.
+        first_step: The step at which the investigation began; it ended at `last_step`.
         leaks: The memory that grows, the largest first; empty if none does.
-        cycles: The reference cycles that held tensors.
         is_fragmented: Whether the allocator of the host or the device takes more memory while the memory in use does
             not grow.
         growth: The growth of each measurement before the investigation, by name.

@@ -22,7 +22,6 @@ class Growth:
 
     Attributes:
         rate: The growth for each step, in the unit of the series.
-        least_rate: The lower bound of the rate.
         total: The growth over all points, by the rate.
         goes_on: Whether the series certainly grows, in its last third too.
         slowed: Whether the series grew and then stopped, as after warm-up or when a cache is full.

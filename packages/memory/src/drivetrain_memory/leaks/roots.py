@@ -54,11 +54,9 @@ def line_that_made(value: object) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names by which objects are reached."""
+    """The names by which objects are reached; `users` has `losses (local of train)` and `__main__.losses`."""
 
-    users: list[
-        tuple[str, Any]
-    ]  # of the user's code, such as `losses (local of train)` and `__main__.losses`
+    users: list[tuple[str, Any]]
     of_libraries: list[tuple[str, Any]]  # of containers and caches in modules of libraries
     users_modules: frozenset[str]
 

@@ -13,7 +13,6 @@ class ChildPeak:
     """The peak of a child process, or of a child's child.
 
     Attributes:
-        pid: The process id.
         peak_bytes: The peak resident memory during the block, in bytes.
         before_bytes: The resident memory when the block began; 0 for a process that began in it.
         source: "kernel" for the exact peak; "sampled" for the larger of the values at begin and end, if the kernel's

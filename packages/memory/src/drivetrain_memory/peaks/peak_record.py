@@ -2,7 +2,6 @@
 
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -17,18 +16,13 @@ _ENCLOSING: "ContextVar[PeakRecord | None]" = ContextVar("drivetrain_memory_encl
 
 
 def record_peak(*, children: bool = True) -> "PeakRecord":
-    """Measure the peak memory of a block on the host and on each accelerator.
+    """Return a context manager that measures the peak memory of its block on the host and on each accelerator.
 
     The counters are those of the kernel and of torch's allocators, reset when the block begins: no peak is too short
     to be seen. Blocks may be nested in one thread; overlapping blocks in several threads disturb each other. Memory
-    that other threads allocate during the block counts. Any rank may call this alone.
-
-    Args:
-        children: Whether child processes count too, each with a separate peak. A block costs some 60 us without child
-            processes, and 200 us or more with them.
-
-    Returns:
-        A context manager with the peaks: in the block the peaks so far, afterwards the peaks of the block.
+    that other threads allocate during the block counts. Any rank may call this alone. With `children`, child
+    processes count too, each with a separate peak. A block costs some 60 us without them, and 200 us or more with
+    them.
 
     Example:
         >>> with record_peak() as peak:
@@ -43,11 +37,8 @@ class PeakRecord:
     """The peak memory of a block; `record_peak` makes it.
 
     The kernel counts every page in memory. These include pages of files, such as the code of libraries, which it may
-    drop at any time. A peak of the host is therefore an upper bound of what the block itself needs.
-
-    Args:
-        children: Whether child processes count.
-        proc: The folder of the kernel's process files; without these files, the portable counters are used.
+    drop at any time. A peak of the host is therefore an upper bound of what the block itself needs. Without the
+    kernel's files in the folder `proc`, the portable counters are used.
     """
 
     def __init__(self, *, children: bool = True, proc: Path = PROC) -> None:
@@ -140,9 +131,7 @@ class PeakRecord:
         self._host = self._meter.read()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._update()
         if _ENCLOSING.get() is self:  # not where another thread ends the block
             _ENCLOSING.set(self._enclosing)

@@ -33,11 +33,9 @@ class _Box:
 
 
 def flame_graph(traces: Mapping[int, Sequence[Mapping[str, Any]]], *, title: str = "Flame graph") -> str:
-    """Return a page with the flame graph of each rank: a call is as wide as its share of the time.
+    """Return a page with the flame graph of each rank's events, from `read_traces`, under a title.
 
-    Args:
-        traces: The events of the traces by rank, from `read_traces`.
-        title: The title of the page.
+    A call is as wide as its share of the time.
     """
     parts = [f"<h2>Rank {rank}</h2>{_draw_rank(events)}" for rank, events in sorted(traces.items())]
     return (

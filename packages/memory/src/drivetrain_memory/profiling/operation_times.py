@@ -37,7 +37,6 @@ class OperationTime:
     """The time of one operation over all ranks.
 
     Attributes:
-        name: The name of the operation.
         count: The number of calls, on all ranks together.
         own_ms: The time outside of inner operations, in milliseconds, by each rank that ran the operation.
         total_ms: The time with inner operations by rank, in milliseconds.
@@ -76,11 +75,7 @@ def nest(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
 
 
 def merge_operations(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[OperationTime]:
-    """Merge the operations of several ranks, the largest mean own time first.
-
-    Args:
-        traces: The events of the traces by rank, as in `traceEvents` of the files.
-    """
+    """Merge the operations in each rank's events, as `read_traces` returns them, largest mean own time first."""
     counts: dict[str, int] = {}
     own: dict[str, dict[int, float]] = {}
     total: dict[str, dict[int, float]] = {}
@@ -102,10 +97,9 @@ def merge_operations(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[
 
 
 def read_traces(directory: Path | str) -> dict[int, list[Mapping[str, Any]]]:
-    """Read the traces that `profile` wrote, by rank; the traces of several cycles are joined.
+    """Return the events of each rank's traces that `profile` wrote; those of several cycles are joined.
 
-    Raises:
-        FileNotFoundError: The directory holds no trace.
+    FileNotFoundError if the directory holds no trace.
     """
     found: dict[int, list[Mapping[str, Any]]] = {}
     for file in sorted(Path(directory).glob("trace-rank-*.json")):

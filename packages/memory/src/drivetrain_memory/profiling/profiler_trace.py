@@ -21,7 +21,7 @@ def profile(
     with_flops: bool = False,
     with_modules: bool = False,
 ) -> Generator[torch_profile]:
-    """Profile a block on the CPU and the accelerator, and optionally write a Chrome trace.
+    """Profile a block on the CPU and the accelerator by torch's profiler, and optionally write a Chrome trace.
 
     Open the trace at chrome://tracing or in Perfetto. Without a directory no file is written: query the profiler. Can
     be called on all ranks or on some.
@@ -36,9 +36,6 @@ def profile(
         with_stack: Whether to record the Python line that called each operator; slow.
         with_flops: Whether to estimate the floating-point operations of matrix products and convolutions.
         with_modules: Whether to record which module called each operator; torch supports this only for TorchScript.
-
-    Yields:
-        The profiler of torch, for `key_averages()` and `step()`.
     """
     place = None if directory is None else Path(directory)
     if place is not None:

@@ -81,10 +81,7 @@ def render_page(run: RunMemory, *, title: str = "Memory of a run") -> str:
 def write_page(file: str | Path, run: RunMemory, *, title: str = "Memory of a run") -> Path:
     """Write the page of a run, as one file that a browser opens without a network, and return its path.
 
-    Called on one rank, such as the first, after `read_summaries`.
-
-    Raises:
-        OSError: The file cannot be written.
+    Called on one rank, such as the first, after `read_summaries`. OSError if the file cannot be written.
     """
     path, text = Path(file), render_page(run, title=title)
     path.parent.mkdir(parents=True, exist_ok=True)

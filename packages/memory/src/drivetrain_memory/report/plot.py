@@ -14,13 +14,8 @@ _HOST = {"host/resident_bytes": "resident", "children/resident_bytes": "children
 def plot_memory(run: RunMemory) -> "Figure":
     """Draw the memory of all ranks over time: the host above, each device below.
 
-    Called on one rank. The figure belongs to no window; `figure.savefig("memory.png")` writes it.
-
-    Args:
-        run: The merged summaries, from `read_summaries`.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+    Called on one rank, with the summaries from `read_summaries`. The figure belongs to no window;
+    `figure.savefig("memory.png")` writes it. ImportError without matplotlib.
     """
     try:
         from matplotlib.figure import Figure

@@ -7,7 +7,6 @@ import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -78,9 +77,7 @@ class MemoryTracker:
     def start(self) -> None:
         """Begin to sample. `with tracker:` does the same, and stops at the end.
 
-        Raises:
-            RuntimeError: The tracker was started before.
-            OSError: The file of samples cannot be made.
+        RuntimeError if the tracker was started before; OSError if the file of samples cannot be made.
         """
         if self._started is not None:
             raise RuntimeError("this tracker was started before: create a new one for each measurement")
@@ -97,11 +94,7 @@ class MemoryTracker:
     def stop(self) -> RankSummary:
         """Take a last sample, write the summary and return it; a second call returns the same.
 
-        Any thread may call it.
-
-        Raises:
-            RuntimeError: The tracker was not started.
-            OSError: The summary cannot be written.
+        Any thread may call it. RuntimeError if the tracker was not started; OSError if the summary cannot be written.
         """
         if self._summary is not None:
             return self._summary
@@ -122,10 +115,8 @@ class MemoryTracker:
     def phase(self, name: str) -> Generator[PeakRecord]:
         """Run the block as a phase with a name, such as "forward", and an exact peak; phases may be nested.
 
-        A phase costs some 150 us. Enter phases in the thread that started the tracker.
-
-        Raises:
-            ValueError: The name is empty or has a slash.
+        A phase costs some 150 us. Enter phases in the thread that started the tracker. ValueError if the name is
+        empty or has a slash.
         """
         before = self._phases.enter(name)
         begin = time.perf_counter()
@@ -186,9 +177,7 @@ class MemoryTracker:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _require_started(self) -> tuple[SampleRecorder, PeakRecord]:

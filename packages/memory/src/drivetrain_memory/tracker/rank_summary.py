@@ -41,19 +41,13 @@ class RankSummary:
     """The memory of one rank over its run.
 
     Attributes:
-        rank: The index of the process.
-        host: The name of its machine.
-        pid: The process id.
         started_at: The begin, in seconds since 1970.
         seconds: The time from begin to end.
-        interval_seconds: The time between two samples.
-        num_samples: The number of samples.
         num_lost: The samples that could not be written to disk.
         sampling_cpu_seconds: The processor time that sampling took.
         host_peak_bytes: The exact peak of the process, which samples may miss.
         host_source: The source of that peak: "kernel" and "getrusage" are exact, "sampled" is a lower bound.
         device_peaks: The exact peak of tensors on each accelerator.
-        peaks: The largest sample of each column.
         phases: The phases by path.
         timeline: The maxima over time, in a fixed number of buckets.
         models: The product names of devices.
@@ -82,22 +76,11 @@ class RankSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        return plain | {
-            "version": _VERSION,
-            "peaks": {name: asdict(peak) for name, peak in self.peaks.items()},
-            "phases": {path: asdict(use) for path, use in self.phases.items()},
-            "timeline": self.timeline.to_json(),
-            "breakdown": None if self.breakdown is None else asdict(self.breakdown),
-        }
+        return asdict(self) | {"version": _VERSION, "timeline": self.timeline.to_json()}
 
     @classmethod
     def from_json(cls, described: Mapping[str, Any]) -> "RankSummary":
-        """Return the summary that `to_json` described.
-
-        Raises:
-            ValueError: Another version wrote the summary.
-        """
+        """Return the summary that `to_json` described; ValueError if another version wrote it."""
         if (found := described.get("version")) != _VERSION:
             raise ValueError(f"a summary of version {found!r}: this drivetrain-memory reads {_VERSION}")
         plain: dict[str, Any] = {name: described[name] for name in cls.__slots__}
@@ -112,11 +95,7 @@ class RankSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMemory:
-    """The memory of all ranks of a run.
-
-    Attributes:
-        ranks: The summaries in the order of ranks.
-    """
+    """The memory of all ranks of a run: their summaries, in order."""
 
     ranks: tuple[RankSummary, ...]
 
@@ -152,11 +131,7 @@ class RunMemory:
 
 
 def merge_summaries(summaries: Iterable[RankSummary]) -> RunMemory:
-    """Merge the summaries of ranks, in any order.
-
-    Raises:
-        ValueError: There is no summary, or a rank has two.
-    """
+    """Merge the summaries of ranks, in any order; ValueError if there is none, or a rank has two."""
     ordered = tuple(sorted(summaries, key=lambda summary: summary.rank))
     if not ordered:
         raise ValueError("no summary to merge: give that of one rank at least")
@@ -180,9 +155,7 @@ def write_summary(folder: Path, summary: RankSummary) -> None:
 def read_summaries(folder: str | Path) -> RunMemory:
     """Read and merge the summaries of all ranks in a folder. Called on one rank, after all have stopped.
 
-    Raises:
-        FileNotFoundError: The folder has no summary.
-        ValueError: A summary cannot be read.
+    FileNotFoundError if the folder has no summary; ValueError if one cannot be read.
     """
     files = sorted(Path(folder).glob(f"{_PREFIX}*.json"))
     if not files:

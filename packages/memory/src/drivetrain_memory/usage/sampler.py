@@ -6,12 +6,11 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 from drivetrain_memory.usage.device_drivers import DriverPoller, DriversFound, find_drivers
-from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT, CgroupUsage, find_cgroups, read_cgroup
-from drivetrain_memory.usage.processes import PROC, ProcessKey, ProcessReader, descendants_of
+from drivetrain_memory.usage.memory_cgroup import CgroupUsage, find_cgroups, read_cgroup
+from drivetrain_memory.usage.processes import ProcessKey, ProcessReader, descendants_of
 
 _CGROUP_COLUMNS = ("current_bytes", "held_bytes", "cache_bytes", "limit_bytes")
 HOST_COLUMNS = (
@@ -35,7 +34,6 @@ class SamplerSettings:
     Attributes:
         children_seconds: For the list of child processes; a reading takes some 10 us for each thread.
         cgroup_seconds: For the control group; a reading takes some 50 us or more, as the kernel sums statistics up.
-        pinned_seconds: For pinned memory.
         drivers_seconds: For power, temperature and utilisation, which a separate thread reads.
         proportional_seconds: For proportional set sizes; the kernel walks all pages, some 10 ms for a GB.
     """
@@ -61,15 +59,12 @@ class UsageSampler:
         *,
         settings: SamplerSettings | None = None,
         drivers: DriversFound | None = None,
-        proc: Path = PROC,
-        cgroup_root: Path = CGROUP_ROOT,
     ) -> None:
         self.pid = os.getpid() if pid is None else pid
         self._settings = SamplerSettings() if settings is None else settings
-        self._proc = proc
-        self._process = ProcessReader(self.pid, proc=proc)
+        self._process = ProcessReader(self.pid)
         self._children: dict[ProcessKey, ProcessReader] = {}
-        self._cgroups = find_cgroups(self.pid, root=cgroup_root, proc=proc)
+        self._cgroups = find_cgroups(self.pid)
         # Torch's numbers are those of the process that asks.
         self._devices = accelerator_names() if self.pid == os.getpid() else ()
         found = find_drivers() if drivers is None else drivers
@@ -93,12 +88,12 @@ class UsageSampler:
         if own is None:
             return None
         if self._is_due("children", self._settings.children_seconds, now):
-            living = descendants_of(self.pid, proc=self._proc)
+            living = descendants_of(self.pid)
             for key in self._children.keys() - set(living):
                 self._children.pop(key).close()
             for key in living:
                 if key not in self._children:
-                    self._children[key] = ProcessReader(key.pid, proc=self._proc)
+                    self._children[key] = ProcessReader(key.pid)
         children = [usage for reader in self._children.values() if (usage := reader.read()) is not None]
         if self._is_due("cgroup", self._settings.cgroup_seconds, now):
             used = [usage for group in self._cgroups if (usage := read_cgroup(group)) is not None]

@@ -8,8 +8,6 @@ from drivetrain_launcher.cli.completion.command_words import read_commands, sect
 from drivetrain_launcher.cli.completion.shell_scripts import SHELLS, shell_script
 from drivetrain_messages import argument, suggest
 
-TOPIC = "Set up"  # in `drivetrain --help`
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionArguments:

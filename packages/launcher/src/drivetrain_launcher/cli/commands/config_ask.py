@@ -16,7 +16,7 @@ from drivetrain_config.settings.schema import specs
 from drivetrain_config.settings.vocabulary import converted
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.wizard.interview import ask_all, choose_asker
-from drivetrain_launcher.wizard.machine_facts import detect_machine
+from drivetrain_launcher.wizard.machine_facts import describe_machine, detect_machine
 from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key
 from drivetrain_launcher.wizard.settings_text import (
     answers_of,
@@ -27,8 +27,6 @@ from drivetrain_launcher.wizard.settings_text import (
 )
 from drivetrain_messages import argument, say
 
-TOPIC = "Set up"  # in `drivetrain --help`
-
 _FILE = Path("drivetrain.yaml")
 _INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 
@@ -37,24 +35,10 @@ _INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 class ConfigArguments:
     """The arguments of `drivetrain config`."""
 
-    output: Path = argument(
-        _FILE,
-        "File to write, ending in .yaml; launches find the default by themselves.",
-        brief="YAML file to write",
-    )
-    yes: bool = argument(
-        False, "Take every recommended answer, and ask nothing.", brief="Take every recommended answer"
-    )
-    from_: Path | None = argument(
-        None,
-        "Settings file to convert, such as Accelerate's YAML; asks nothing.",
-        brief="Settings file to convert",
-    )
-    force: bool = argument(
-        False,
-        "Replace a file that is there without asking; a copy is kept.",
-        brief="Replace a file that is there",
-    )
+    output: Path = argument(_FILE, "YAML file to write; launches find the default by themselves.")
+    yes: bool = argument(False, "Take every recommended answer; ask nothing.")
+    from_: Path | None = argument(None, "Settings file to convert; Accelerate's YAML too; asks nothing.")
+    force: bool = argument(False, "Replace a file that is there without asking; a copy is kept.")
     layers: Layers = field(default_factory=lambda: Layers({}))
 
     def __post_init__(self) -> None:
@@ -97,13 +81,14 @@ def _run(arguments: ConfigArguments, command: str) -> int:
         answers = {**_settings_of(arguments.from_, "as in"), **given}
         heading = f"The settings of a drivetrain run, converted from {arguments.from_}."
     else:
-        machine = detect_machine()
+        known = detect_machine()
+        machine = describe_machine(known)
         sys.stdout.write(f"{machine}\n")
         before = path if path.is_file() else None
         if arguments.layers.file is not None:
             before = arguments.layers.file.path
         earlier = {} if before is None else _settings_of(before, "as before, in")
-        answers = ask_all(asker, kinds, machine.known(), given, earlier)
+        answers = ask_all(asker, kinds, known, given, earlier)
         heading = f"The settings of a drivetrain run, chosen by drivetrain config on {machine}."
     kept = write_settings(path, settings_text(answers, kinds, heading=[heading]))
     _report(path, kept, answers, launch_line(answers, kinds, command=command), command=command)

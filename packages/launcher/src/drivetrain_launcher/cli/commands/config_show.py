@@ -10,8 +10,6 @@ from drivetrain_launcher.wizard.questionnaire import in_order
 from drivetrain_launcher.wizard.settings_text import yaml_value
 from drivetrain_messages import argument
 
-TOPIC = "Set up"  # in `drivetrain --help`
-
 _MOST_COLUMNS = 48  # where a source stands, unless its setting is longer
 
 

@@ -9,8 +9,6 @@ from drivetrain_launcher.wizard.settings_text import write_settings
 from drivetrain_launcher.wizard.settings_update import updated_text
 from drivetrain_messages import argument
 
-TOPIC = "Set up"  # in `drivetrain --help`
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigUpdateArguments:

@@ -12,8 +12,6 @@ from drivetrain_config.settings.file_review import review_file
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_messages import argument, say
 
-TOPIC = "Set up"  # in `drivetrain --help`
-
 _INVALID = 1
 
 

@@ -14,8 +14,6 @@ from drivetrain_config.settings.schema import specs
 from drivetrain_config.values.kinds import plain
 from drivetrain_messages import argument, format_table
 
-TOPIC = "Set up"  # in `drivetrain --help`
-
 _LIBRARIES = ("deepspeed", "transformers")
 _SHOWN = ("drivetrain", *_LIBRARIES)
 
@@ -24,9 +22,7 @@ _SHOWN = ("drivetrain", *_LIBRARIES)
 class EnvArguments:
     """The arguments of `drivetrain env`."""
 
-    json: bool = argument(
-        False, "Print JSON, for programs and bug reports.", brief="Print JSON, for programs and bug reports"
-    )
+    json: bool = argument(False, "Print JSON, for programs and bug reports.")
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 

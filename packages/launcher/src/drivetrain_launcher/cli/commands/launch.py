@@ -30,9 +30,7 @@ class LaunchArguments:
         (), "The script's own arguments, handed to it untouched.", rest=True
     )
     dry_run: bool = argument(
-        False,
-        "Print the plan, with each rank's command and environment; start nothing.",
-        brief="Print the plan; start nothing",
+        False, "Print the plan and start nothing; it has each rank's command and environment."
     )
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from drivetrain_clusters.jobs.submitter import describe, follow_job, how_to_go_on, submit_job
+from drivetrain_clusters.jobs.submitter import follow_job, how_to_go_on, submit_job
 from drivetrain_clusters.registry import make_cluster
 from drivetrain_config import environ, flags
 from drivetrain_launcher.cli.preflight import check_given, check_module, check_script, report_misplaced
@@ -38,7 +38,7 @@ def run(arguments: SubmitArguments) -> int:
     for note in (*resolved.file_notes, *job.notes):
         say(note)
     if arguments.dry_run:
-        sys.stdout.write(describe(submission))
+        sys.stdout.write(f"{submission}\n")
         return 0
     for note in submission.notes:
         say(note)

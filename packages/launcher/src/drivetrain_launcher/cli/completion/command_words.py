@@ -126,7 +126,7 @@ def _argument_fields(module: str, function: str) -> list[tuple[str, str, Mapping
     """Return name, annotation and metadata of each field of the dataclass that a command's function takes."""
     found = find_argument_class(module, find_function(module, function))
     fields: list[tuple[str, str, Mapping[str, Any]]] = []
-    for node in [] if found is None else found.definition.body:
+    for node in [] if found is None else found[1].body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
         call, metadata = node.value, dict[str, Any]()

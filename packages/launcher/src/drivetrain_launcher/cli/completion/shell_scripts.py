@@ -16,17 +16,13 @@ _HARMLESS = re.compile(r"[\w.:/+@%,-]+")
 _BASH = r"""
 _drivetrain() {
     local cur=${COMP_WORDS[COMP_CWORD]} flag=${COMP_WORDS[COMP_CWORD - 1]} command='' start=2 index word
-    local first=${COMP_WORDS[1]} second=${COMP_WORDS[2]} rest='' positional='' shared='' files=''
+    local first=${COMP_WORDS[1]} second=${COMP_WORDS[2]} rest='' positional='' files=''
     local -a flags=() values=() takes=() following=()
     COMPREPLY=()
     if ((COMP_CWORD > 2)) && _drivetrain_command "$first $second"; then
         command="$first $second" start=3
     elif ((COMP_CWORD > 1)) && _drivetrain_command "$first"; then
         command=$first
-    fi
-    if [[ -n $shared ]]; then
-        flags+=("${_drivetrain_shared[@]}")
-        takes+=("${_drivetrain_shared_takes[@]}")
     fi
     if [[ -n $rest ]]; then
         for ((index = start; index < COMP_CWORD; index++)); do
@@ -70,7 +66,7 @@ complete -F _drivetrain drivetrain
 
 _ZSH = r"""
 _drivetrain() {
-    local flag='' command='' rest='' positional='' shared='' files='' word
+    local flag='' command='' rest='' positional='' files='' word
     local -a flags values takes following
     local first=${words[2]-} second=${words[3]-}
     local -i start=3 index
@@ -78,10 +74,6 @@ _drivetrain() {
         command="$first $second" start=4
     elif ((CURRENT > 2)) && _drivetrain_command "$first"; then
         command=$first
-    fi
-    if [[ -n $shared ]]; then
-        flags+=("${_drivetrain_shared[@]}")
-        takes+=("${_drivetrain_shared_takes[@]}")
     fi
     if [[ -n $rest ]]; then
         for ((index = start; index < CURRENT; index++)); do
@@ -184,12 +176,16 @@ def _tables(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -> li
         '_drivetrain_command() {\n    case "$1" in',
     ]
     for command in commands:
+        flags = _describe_words((flag.name, flag.about) for flag in command.flags)
+        takers = _join_takers(command.flags)
+        if command.has_sections:
+            flags += ' "${_drivetrain_shared[@]}"'
+            takers += ' "${_drivetrain_shared_takes[@]}"'
         lines += [
             f"    {quote(command.name)})",
-            f"        flags=({_describe_words((flag.name, flag.about) for flag in command.flags)})",
-            f"        takes=({_join_takers(command.flags)})",
-            f"        shared={'1' * command.has_sections} rest={'1' * command.takes_rest}"
-            f" positional={'1' * command.has_positionals} ;;",
+            f"        flags=({flags})",
+            f"        takes=({takers})",
+            f"        rest={'1' * command.takes_rest} positional={'1' * command.has_positionals} ;;",
         ]
     lines += ["    *) return 1 ;;\n    esac\n}", '_drivetrain_next() {\n    case "$1" in']
     for first, following in _find_next_words(commands).items():
