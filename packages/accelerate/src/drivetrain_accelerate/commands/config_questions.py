@@ -12,6 +12,7 @@ from drivetrain_config import environ
 from drivetrain_config.files.found_file import settings_places
 from drivetrain_launcher.cli.commands.config_ask import ConfigArguments, ask_for_launch
 from drivetrain_launcher.errors import UsageError
+from drivetrain_messages import argument
 
 description = "Ask what matters for a run on this machine, and write it as a settings file of drivetrain's."
 
@@ -20,11 +21,8 @@ description = "Ask what matters for a run on this machine, and write it as a set
 class QuestionsArguments:
     """The arguments of `drivetrain accelerate config`."""
 
-    config_file: Path | None = field(
-        default=None,
-        metadata={
-            "help": "File to write, YAML; by default the user's own, ~/.config/drivetrain/config.yaml."
-        },
+    config_file: Path | None = argument(
+        None, "File to write, YAML; by default the user's own, ~/.config/drivetrain/config.yaml."
     )
     yes: bool = field(
         default=False,

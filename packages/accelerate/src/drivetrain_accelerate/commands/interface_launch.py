@@ -24,6 +24,7 @@ from drivetrain_config.files.found_file import SettingsFile, SettingsPlace, find
 from drivetrain_config.source import Entry, Source
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.commands.launch import run as launch
+from drivetrain_messages import argument
 
 options_to_group = {
     "multi_gpu": "Distributed GPUs",
@@ -41,29 +42,22 @@ _THROUGH = ("launch", "through")
 class AccelerateLaunchArguments:
     """The arguments of `drivetrain accelerate launch`."""
 
-    script: str = field(
-        metadata={
-            "positional": True,
-            "help": "Script to run; a module's name with -m, a program with --no_python.",
-        }
+    script: str = argument(
+        ..., "Script to run; a module's name with -m, a program with --no_python.", positional=True
     )
-    arguments: tuple[str, ...] = field(
-        default=(), metadata={"rest": True, "help": "The script's own arguments, handed to it untouched."}
+    arguments: tuple[str, ...] = argument(
+        (), "The script's own arguments, handed to it untouched.", rest=True
     )
-    config: str = field(
-        default="",
-        metadata={
-            "brief": "File of settings; none: not even a found one",
-            "help": "File of settings, drivetrain's or Accelerate's, --config_file too; none: not even one that is "
-            "found. Unset: drivetrain's, where it is found, or else Accelerate's default_config.yaml.",
-        },
+    config: str = argument(
+        "",
+        "File of settings, drivetrain's or Accelerate's, --config_file too; none: not even one that is "
+        "found. Unset: drivetrain's, where it is found, or else Accelerate's default_config.yaml.",
+        brief="File of settings; none: not even a found one",
     )
-    dry_run: bool = field(
-        default=False,
-        metadata={
-            "help": "Print the plan, with each rank's command and environment; start nothing.",
-            "brief": "Print the plan; start nothing",
-        },
+    dry_run: bool = argument(
+        False,
+        "Print the plan, with each rank's command and environment; start nothing.",
+        brief="Print the plan; start nothing",
     )
     layers: Layers = field(default_factory=lambda: Layers({}))
 
