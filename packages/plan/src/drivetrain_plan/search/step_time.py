@@ -53,22 +53,9 @@ class StepTime:
     offload: float = 0
 
     @property
-    def seconds(self) -> float:
-        """The time of the step."""
-        return (
-            self.compute
-            + self.memory
-            + self.host
-            + sum(self.exposed.values())
-            + self.bubble
-            + self.optimizer
-            + self.offload
-        )
-
-    @property
-    def bound_by(self) -> str:
-        """The part of the step that takes longest."""
-        parts = {
+    def parts(self) -> dict[str, float]:
+        """The time of each part, by name."""
+        return {
             "compute": self.compute,
             "memory": self.memory,
             "host": self.host,
@@ -77,7 +64,16 @@ class StepTime:
             "offload": self.offload,
             **{f"traffic of {view}": seconds for view, seconds in self.exposed.items()},
         }
-        return max(parts, key=lambda name: parts[name])
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return sum(self.parts.values())
+
+    @property
+    def bound_by(self) -> str:
+        """The part of the step that takes longest."""
+        return max(self.parts.items(), key=lambda part: part[1])[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
