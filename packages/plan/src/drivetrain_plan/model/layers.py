@@ -26,7 +26,8 @@ def find_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
     """
     found: list[LayerStack] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2 or _is_inside(name, found):
+        is_inside = any(name.startswith(f"{stack.name}.") for stack in found)
+        if not isinstance(module, nn.ModuleList) or len(module) < 2 or is_inside:
             continue
         makes: dict[object, int] = {}
         numbers = tuple(makes.setdefault(_make_of(block), len(makes)) for block in module)
@@ -66,10 +67,6 @@ def num_blocks(model: nn.Module) -> dict[tuple[str, int], int]:
         for stack in find_stacks(model)
         for make, count in sorted(Counter(stack.makes).items())
     }
-
-
-def _is_inside(name: str, stacks: list[LayerStack]) -> bool:
-    return any(name.startswith(f"{stack.name}.") for stack in stacks)
 
 
 def _make_of(block: nn.Module) -> object:
