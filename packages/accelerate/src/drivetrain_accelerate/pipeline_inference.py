@@ -41,7 +41,6 @@ def prepare_pippy(
     Raises:
         ParallelPlanError: The model has no list of blocks, or fewer of them than ranks.
     """
-    del no_split_module_classes, example_args, example_kwargs
     context = current_context()
     if (size := context.topology.world_size) < 2:
         return model.to(context.device)

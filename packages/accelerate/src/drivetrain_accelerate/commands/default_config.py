@@ -107,7 +107,7 @@ def update_config(args: Namespace) -> str:
     return str(path)
 
 
-def default_command_parser(parser: Any, parents: Any) -> Any:  # noqa: ARG001 the position of a program's argument
+def default_command_parser(parser: Any, parents: Any) -> Any:  # the position of a program's argument
     """Add `config default` to the subcommands of a parser."""
     return parser_of("default", DefaultConfigArguments, default_config_command, parser)
 
@@ -119,7 +119,7 @@ def default_config_command(args: Namespace) -> None:
     run(DefaultConfigArguments(config_file=path, mixed_precision=args.mixed_precision))
 
 
-def update_command_parser(parser: Any, parents: Any) -> Any:  # noqa: ARG001
+def update_command_parser(parser: Any, parents: Any) -> Any:
     """Add `config update` to the subcommands of a parser."""
     return parser_of("update", UpdateConfigArguments, update_config_command, parser)
 

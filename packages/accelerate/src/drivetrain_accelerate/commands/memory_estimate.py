@@ -118,7 +118,7 @@ def _is_hub_out_of_reach(model_name: str, token: str | None) -> bool:
 def estimate_training_usage(
     bytes: int,
     mixed_precision: str,
-    msamp_config: str | None = None,  # noqa: ARG001 MS-AMP is not known here
+    msamp_config: str | None = None,  # MS-AMP is not known here
 ) -> dict[str, int]:
     """Return the bytes of training with Adam, for a model whose float32 weights take `bytes`.
 

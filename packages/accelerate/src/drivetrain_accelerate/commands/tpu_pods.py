@@ -13,7 +13,7 @@ class PodArguments:
     arguments: tuple[str, ...] = argument((), "Flags of Accelerate's.", rest=True)
 
 
-def run(arguments: PodArguments) -> int:  # noqa: ARG001 any is refused alike
+def run(arguments: PodArguments) -> int:  # any is refused alike
     """Refuse to set up a TPU pod, and say what to do."""
     raise LaunchError(
         "accelerate tpu-config: drivetrain sets up no machines: run commands on each machine of a pod by `gcloud "

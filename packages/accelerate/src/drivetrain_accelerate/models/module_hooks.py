@@ -38,12 +38,10 @@ class ModelHook:
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Run before the forward; return the arguments for it."""
-        del module
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Run after the forward; return the output of the call."""
-        del module
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:

@@ -72,7 +72,7 @@ def set_module_tensor_to_device(
     fp16_statistics: torch.HalfTensor | None = None,
     tied_params_map: TiedCopies | None = None,
     non_blocking: bool = False,
-    clear_cache: bool = True,  # noqa: ARG001 torch's cache is left as it is: what is freed is used again
+    clear_cache: bool = True,  # torch's cache is left as it is: what is freed is used again
 ) -> None:
     """Put a parameter or buffer on a device, with its present values or new ones.
 
@@ -158,7 +158,6 @@ def is_peft_model(model: nn.Module) -> bool:
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return a list of names for each parameter that has several names."""
-    del kwargs
     return find_groups(model)
 
 
