@@ -65,10 +65,8 @@ class CometTracker(Platform[CometOptions]):
     options_type = CometOptions
     media_kinds = ALL_MEDIA - {"histogram"}
 
-    def __init__(self, directory: Path | str) -> None:
-        super().__init__(directory)
-        self._experiment: Any = None
-        self._messages: Path | None = None  # the file of an offline experiment
+    _experiment: Any
+    _messages: Path | None  # the file of an offline experiment
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Begin the experiment, after making an archive of messages that a killed process left."""
