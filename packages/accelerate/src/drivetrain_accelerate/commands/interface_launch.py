@@ -76,15 +76,11 @@ def run(arguments: AccelerateLaunchArguments) -> int:
             place = SettingsPlace(folder=own.parent, stem=own.stem, title="Accelerate's own place")
             file = SettingsFile(path=own, place=place)
     if file is not None:
-        given = layers.entries
-        below = Layers.read(file=file).entries
-        of_file = {
-            key: found
-            for key, entries in below.items()
-            if (found := tuple(entry for entry in entries if entry.source.kind == "file"))
-        }
-        keys = dict.fromkeys([*given, *of_file])
-        layers = Layers({key: (*given.get(key, ()), *of_file.get(key, ())) for key in keys}, file)
+        joined = dict(layers.entries)
+        for key, entries in Layers.read(file=file).entries.items():
+            if of_file := tuple(entry for entry in entries if entry.source.kind == "file"):
+                joined[key] = (*joined.get(key, ()), *of_file)
+        layers = Layers(joined, file)
     program = layers.of_section("launch").get("program", ())
     if not (program and str(program[0].value).lower() == "true"):  # a program without Python runs as it is
         entry = Entry("drivetrain_accelerate", Source("command line", "drivetrain accelerate launch"))
