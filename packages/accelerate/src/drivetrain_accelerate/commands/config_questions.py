@@ -1,7 +1,7 @@
 """Ask drivetrain's questions, and write its settings file."""
 
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,8 @@ class QuestionsArguments:
     config_file: Path | None = argument(
         None, "File to write, YAML; by default the user's own, ~/.config/drivetrain/config.yaml."
     )
-    yes: bool = field(
-        default=False,
-        metadata={"not_in_accelerate": True, "help": "Take every recommended answer, and ask nothing."},
-    )
-    force: bool = field(
-        default=False,
-        metadata={"not_in_accelerate": True, "help": "Replace a file that is there; a copy is kept."},
-    )
+    yes: bool = argument(False, "Take every recommended answer, and ask nothing.")
+    force: bool = argument(False, "Replace a file that is there; a copy is kept.")
 
 
 def run(arguments: QuestionsArguments) -> int:
@@ -62,5 +56,7 @@ def config_command(args: Namespace) -> None:
     run(arguments_of(QuestionsArguments, args))
 
 
-config_command_parser = partial(parser_of, "config", QuestionsArguments, config_command)
+config_command_parser = partial(
+    parser_of, "config", QuestionsArguments, config_command, not_in_accelerate=("yes", "force")
+)
 main = program_of("config")
