@@ -97,10 +97,7 @@ def _plus(mine: _Sums, theirs: _Sums, times: float) -> _Sums:
 def extrapolate(least: StepFigures, more: Sequence[StepFigures], wanted: Sequence[int]) -> StepFigures:
     """Return the figures of a model with `wanted` blocks of each make beyond those of `least`.
 
-    Args:
-        least: The figures with the least number of blocks.
-        more: For each make of blocks, the figures with one more of it.
-        wanted: The number of blocks of each make that the model has beyond `least`.
+    For each make of blocks, `more` has the figures with one more of it than `least`.
 
     Example:
         >>> two, three = StepFigures(weights=20), StepFigures(weights=25)

@@ -189,15 +189,9 @@ def step_time(
 ) -> StepTime:
     """Return the time of an optimizer step: a roofline of the operations, and collectives by size and latency.
 
-    Args:
-        model: The figures of the model.
-        choice: The way to train it.
-        figures: The figures of a rank's micro-batch.
-        traffic: The collectives of its optimizer step.
-        hardware: The devices and their rates.
-        in_half: Whether matrix products are computed in half precision.
-        is_simulated: Whether the waits of a pipeline are those of its simulated schedule, or of equal stages by
-            arithmetic, which takes no time and leaves out what sending adds.
+    `figures` are those of a rank's micro-batch. With `in_half`, matrix products are computed in half precision. The
+    waits of a pipeline are those of its simulated schedule, or of equal stages by arithmetic, which takes no time and
+    leaves out what sending adds.
     """
     times = choice.accumulation
     flops = hardware.flops if in_half else hardware.fp32_flops
@@ -241,10 +235,7 @@ def step_time(
 def _simulated_bubble(choice: PlanChoice, seconds: float, transfer: float) -> float:
     """Return how long a stage waits in a step, by the order of a pipeline's default schedule.
 
-    Args:
-        choice: The number of stages and of micro-batches.
-        seconds: The time of a micro-batch in a stage, forward and backward.
-        transfer: The time until what one stage sends has come to the next.
+    A micro-batch takes `seconds` in a stage, forward and backward, and `transfer` seconds to the next stage.
     """
     order = plan_order(SCHEDULES["1f1b"], choice.pipeline, choice.accumulation)
     parts: dict[Kind, float] = {"forward": (1 - _BACKWARD) * seconds, "backward": _BACKWARD * seconds}
