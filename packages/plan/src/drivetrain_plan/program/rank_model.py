@@ -56,8 +56,7 @@ def build_rank(
     None for all; FSDP shards the model over `mesh`, of `sharding_sizes`.
     """
     model = source.build(kept)
-    listed = (model.get_submodule(stack.name) for stack in find_stacks(model))
-    repeated = tuple(block for stack in listed for block in stack.children())
+    repeated = tuple(block for name in find_stacks(model) for block in model.get_submodule(name).children())
     ranks = _divide(model, choice)
     plan = plan_blocks(model, asked="fsdp.wrap")
     blocks = [model.get_submodule(name) for name in plan.blocks]
