@@ -26,7 +26,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         raise ValueError(
             f"register_tracker_class({tracker_class!r}): give a subclass of accelerate.tracking.GeneralTracker"
         )
-    LOGGER_TYPE_TO_CLASS[str(tracker_class.name)] = tracker_class  # pyright: ignore[reportAttributeAccessIssue]
+    table: dict[str, type[GeneralTracker]] = LOGGER_TYPE_TO_CLASS  # which is Accelerate's registry
+    table[str(tracker_class.name)] = tracker_class  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | PathLike[str] | None = None) -> list[Any]:
