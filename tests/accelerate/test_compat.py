@@ -4,7 +4,6 @@ from operator import add
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
@@ -27,13 +26,6 @@ def test_calls_of_a_scheduler_are_counted() -> None:
     compat.count_call(scheduler)
     assert compat.num_calls(scheduler) == made + 2
     assert scheduler.get_last_lr() == rates
-
-
-def test_the_module_inside_of_a_compiled_one() -> None:
-    model = nn.Linear(2, 2)
-    compiled = torch.compile(model, backend="eager")
-    assert compat.uncompiled(compiled) is model
-    assert compat.uncompiled(model) is model
 
 
 def test_names_of_tied_weights_are_declared_by_the_model() -> None:

@@ -107,13 +107,13 @@ def test_the_plan_says_which_settings_are_a_plugins() -> None:
         hf_ds_config={"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
     )
     options = RunOptions(accumulation=GradientAccumulationPlugin(num_steps=2))
-    settings = plan_composition(options, deepspeed_plugin=plugin, num_processes=1).settings.entries()
+    settings = plan_composition(options, deepspeed_plugin=plugin, num_processes=1).entries()
     asked = [settings["run"]["backend"], settings["run"]["gradient_accumulation_steps"]]
     assert {str(each.source) for each in (*asked, settings["deepspeed"]["config"])} == {
         "the DeepSpeed plugin"
     }
     sharded = RunOptions(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    settings = plan_composition(sharded, deepspeed_plugin=None, num_processes=2).settings.entries()
+    settings = plan_composition(sharded, deepspeed_plugin=None, num_processes=2).entries()
     assert {str(each.source) for each in settings["fsdp"].values()} == {"the FSDP plugin"}
 
 

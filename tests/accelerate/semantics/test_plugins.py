@@ -21,9 +21,7 @@ pytest.importorskip("accelerate")
 def planned_sections(plugin: Any) -> dict[str, Any]:
     """Return the settings of a run in bf16 that is sharded."""
     options = RunOptions(mixed_precision="bf16", fsdp_plugin=plugin)
-    return plan_composition(
-        options, deepspeed_plugin=None, num_processes=2, is_strict=is_strict()
-    ).settings.sections
+    return plan_composition(options, deepspeed_plugin=None, num_processes=2, is_strict=is_strict()).sections
 
 
 def test_versions_of_fsdp() -> None:

@@ -20,9 +20,9 @@ def test_blocks_of_several_makes_are_counted_and_kept_in_order() -> None:
     "model", [nn.Linear(3, 3), model_of(4), model_of(4, 8), nn.ModuleList([nn.ReLU()] * 2)]
 )
 def test_what_repeats_nothing_has_no_stacks(model: nn.Module) -> None:
-    assert find_stacks(model) == ()
+    assert find_stacks(model) == {}
 
 
 def test_lists_inside_of_blocks_belong_to_the_blocks() -> None:
     inner = nn.ModuleList(nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])) for _ in range(3))
-    assert [stack.name for stack in find_stacks(nn.Sequential(inner))] == ["0"]
+    assert list(find_stacks(nn.Sequential(inner))) == ["0"]

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from drivetrain_plan.compat import FakeTensorMode
+from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_plan.program.fake_tensors import give_fake_tensors
 
 

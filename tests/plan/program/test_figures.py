@@ -14,7 +14,7 @@ def test_what_grows_with_each_make_of_blocks_is_extrapolated(
         payloads = {("tensor", "all_reduce"): float(first)}
         return StepFigures(weights=rest + a_block[0] * first + a_block[1] * second, payloads=payloads)
 
-    found = extrapolate(of(2, 2), [of(3, 2), of(2, 4)], added=[1, 2], wanted=[count, 3])
+    found = extrapolate(of(2, 2), [of(3, 2), of(2, 3)], wanted=[count, 3])
     assert found.weights == rest + a_block[0] * (2 + count) + a_block[1] * 5
     assert found.payloads == {("tensor", "all_reduce"): 2 + count}
 

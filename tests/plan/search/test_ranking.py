@@ -32,7 +32,14 @@ def model_of(weights: float, activations: float = GB, *, tensor: tuple[int, ...]
         stepped=4 * weights,
     )
     gathered = weights / 16
-    sharded = lasting.with_parameters(0.5).changed(late=weights / 2 + gathered)
+    sharded = StepFigures(
+        weights=weights / 2,
+        gradients=weights / 2,
+        states=weights,
+        late=weights / 2 + gathered,
+        stepping=weights / 2,
+        stepped=2 * weights,
+    )
     held = StepFigures(forward=gathered, early=gathered, computing=gathered)
     less = StepFigures(activations=activations / 10, forward=activations / 10, early=activations / 8,
                        computing=activations / 8, flops=1.3e13, moved=1e9)  # fmt: skip

@@ -22,11 +22,6 @@ def count_call(scheduler: Any) -> None:
     scheduler._step_count += 1
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module inside of torch.compile's wrapper; another module is returned as it is."""
-    return getattr(module, "_orig_mod", module)
-
-
 def tied_weights_keys(model: nn.Module) -> Iterable[str] | None:
     """Return the names of tied weights that the class of a transformers model declares; None without them."""
     return getattr(model, "_tied_weights_keys", None)

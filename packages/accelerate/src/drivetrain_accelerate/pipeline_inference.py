@@ -27,21 +27,13 @@ def prepare_pippy(
     """Divide a model into stages, one for each rank, in place; its forward passes through all of them.
 
     Called on all ranks, with a model on the CPU, as are calls of the model. A call cuts the first rank's batch into
-    chunks, which run through the stages at a time. It returns the joined output on the last rank, and None elsewhere.
+    `num_chunks`, by default one for each rank, which run through the stages at a time. It returns the joined output
+    on the last rank, or with `gather_output` on all, and else None.
 
-    Args:
-        model: The model, of which no block is ever divided.
-        split_points: The names of the blocks that begin a stage, but the first; "auto" balances the stages.
-        no_split_module_classes: Classes of blocks, which is not needed.
-        example_args: An example of the arguments, which is not needed: batches may have any shape.
-        example_kwargs: An example of the keyword arguments, which is not needed either.
-        num_chunks: The number of chunks; by default one for each rank.
-        gather_output: Whether a call returns the output on all ranks.
-
-    Raises:
-        ParallelPlanError: The model has no list of blocks, or fewer of them than ranks.
+    `split_points` has the names of the blocks that begin a stage, but the first; "auto" balances the stages. Classes
+    of blocks and examples of arguments are not needed: no block is ever divided, and batches may have any shape. A
+    ParallelPlanError says that the model has no list of blocks, or fewer of them than ranks.
     """
-    del no_split_module_classes, example_args, example_kwargs
     context = current_context()
     if (size := context.topology.world_size) < 2:
         return model.to(context.device)

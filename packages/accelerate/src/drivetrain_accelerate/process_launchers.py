@@ -68,5 +68,4 @@ def _carry_interface(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(installed: object, function: Callable[..., Any], *args: Any) -> Any:
-    del installed
     return function(*args)

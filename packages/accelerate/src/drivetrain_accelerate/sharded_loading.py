@@ -31,7 +31,6 @@ def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], nn.Module], model: nn.Module, device: torch.device
 ) -> Callable[[nn.Module], nn.Module]:
     """Return a `param_init_fn` that keeps tied weights a single tensor, on the device of the first weight."""
-    del device
     if not tied_weights_keys(model):
         return param_init_fn
     holders: dict[nn.Module, dict[str, Tensor]] = {}
@@ -58,7 +57,6 @@ def fsdp2_load_full_state_dict(
     accelerator: "Accelerator", model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> None:
     """Load a prepared model from full weights that only the main process reads. Called on all ranks."""
-    del cpu_offload
     prepared = accelerator.inner.prepared_of(model)
     load_full_state_dict(
         prepared, full_sd if accelerator.is_main_process else None, accelerator.inner.context

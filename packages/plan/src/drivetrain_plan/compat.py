@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, in one place; the same in torch 2.9 to 2.15."""
 
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from itertools import count
@@ -10,41 +10,14 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 _C10D: Any = dist.distributed_c10d
 _NUMBERS = count()  # of meshes of ranks that do not exist
 FakeMeshes: TypeAlias = Callable[..., DeviceMesh]
-# The parameters of `__torch_dispatch__`, which torch leaves untyped.
-Types: TypeAlias = Collection[type]
-Args: TypeAlias = tuple[Any, ...]
-Kwargs: TypeAlias = Mapping[str, Any] | None
-
-# The entries of a module's `__dict__` that hold its parameters and its buffers, by name.
-PARAMETERS = "_parameters"
-BUFFERS = "_buffers"
-# What an operation on tensors of a FakeTensorMode raises if its result depends on their values.
-DATA_DEPENDENT_ERRORS = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
-
-
-def without_fake_mode() -> AbstractContextManager[object]:
-    """Return a context in which operations make tensors with values."""
-    return unset_fake_temporarily()
 
 
 @contextmanager

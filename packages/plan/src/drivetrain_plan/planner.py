@@ -26,10 +26,10 @@ from drivetrain_plan.search.formula import formula_figures
 from drivetrain_plan.search.memory import figures_of_rank
 from drivetrain_plan.search.model_figures import BatchFigures, ModelFigures
 from drivetrain_plan.search.ranking import (
+    MOST_REJECTED,
     SPARE,
     PlanTable,
     TrainingPlan,
-    nearest,
     predict,
     ranked,
     reasons,
@@ -107,7 +107,7 @@ def plan_training(
         hardware=hardware,
         job=job,
         plans=tuple(plans),
-        rejected=tuple(replace(one, why=why_rejected(one, hardware)) for one in nearest(rejected)),
+        rejected=tuple(replace(one, why=why_rejected(one, hardware)) for one in rejected[:MOST_REJECTED]),
         why_formula=model.why,
     )
 
@@ -237,7 +237,7 @@ def run_extrapolated(
     longer = [key for key, count in counts.items() if count > shortest]
     more = [run(choice, kept={**least, key: shortest + 1}) for key in longer]
     wanted = [counts[key] - shortest for key in longer]
-    return extrapolate(run(choice, kept=least), more, [1] * len(longer), wanted)
+    return extrapolate(run(choice, kept=least), more, wanted)
 
 
 def _run_best(

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -39,12 +39,8 @@ logger = logging.getLogger(__name__)
 TrackerOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Logged:
-    """A record, whose numbers may still be on their way from a device, and the options of its `log` call."""
-
-    record: LoggedRecord
-    options: TrackerOptions
+# A record, whose numbers may still be on their way from a device, and the options of its `log` call.
+_Logged: TypeAlias = tuple[LoggedRecord, TrackerOptions]
 
 
 class TrackerGroup:
@@ -192,7 +188,7 @@ class TrackerGroup:
             if media and not stored and not numbers:
                 return
             record = LoggedRecord(time=now, step=step, attempt=self._steps.add(step), media=stored)
-            self._write(self._numbers.add(copied, _Logged(record, own)))
+            self._write(self._numbers.add(copied, (record, own)))
 
     def expect_repeated_steps(self) -> None:
         """Make the next step begin a new attempt if it was logged before. Called when a checkpoint was restored."""
@@ -254,10 +250,10 @@ class TrackerGroup:
             return {}
 
     def _write(self, ready: Sequence[tuple[_Logged, dict[str, Plain]]]) -> None:
-        for logged, plain in ready:
-            record = replace(logged.record, values=plain)
+        for (logged, options), plain in ready:
+            record = replace(logged, values=plain)
             what = "log" if record.step is None else f"log of step {record.step}"
-            self._call(what, partial(self._write_to, record=record, options=logged.options))
+            self._call(what, partial(self._write_to, record=record, options=options))
 
     def _write_to(self, tracker: Tracker, *, record: LoggedRecord, options: TrackerOptions) -> None:
         own = options.get(tracker.name, {})

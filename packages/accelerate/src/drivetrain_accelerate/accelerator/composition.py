@@ -93,14 +93,6 @@ class SourcedSettings:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompositionPlan:
-    """The arguments of drivetrain's Accelerator for a run; without a recipe, fp8 takes the default recipe."""
-
-    fp8_recipe: Fp8Recipe | None
-    settings: SourcedSettings
-
-
 def compose(
     options: RunOptions, state: AcceleratorState, *, num_micro_batches: int, is_strict: bool = True
 ) -> Accelerator:
@@ -112,7 +104,7 @@ def compose(
         fsdp_plugin=state.fsdp_plugin,
         parallelism_config=state.parallelism_config,
     )
-    plan = plan_composition(
+    settings = plan_composition(
         shared,
         deepspeed_plugin=state.deepspeed_plugin,
         num_processes=state.num_processes,
@@ -121,12 +113,12 @@ def compose(
     )
     if state.device.type == "cpu" and (options.cpu or asks_for_cpu() or best_device_kind() != "cpu"):
         source = PROGRAM if options.cpu else source_of(True, "ACCELERATE_USE_CPU")
-        plan.settings.add("run", {"cpu": True}, source)
+        settings.add("run", {"cpu": True}, source)
     return Accelerator(
-        fp8_recipe=plan.fp8_recipe,
+        fp8_recipe=_fp8_recipe(shared),
         project_dir=options.project.logging_dir,
         log_with=list(options.log_with) or None,
-        sections=plan.settings.entries(),
+        sections=settings.entries(),
     )
 
 
@@ -137,8 +129,8 @@ def plan_composition(
     num_processes: int,
     is_sharding_in_settings: bool = False,
     is_strict: bool = True,
-) -> CompositionPlan:
-    """Return the arguments of drivetrain's Accelerator."""
+) -> SourcedSettings:
+    """Return the settings of drivetrain's Accelerator."""
     check_project(options.project)
     settings = SourcedSettings()
     _add_run(settings, options, deepspeed_plugin)
@@ -159,11 +151,14 @@ def plan_composition(
             check_engine_dimensions(options.parallelism_config)
         sizes = parallel_sizes(options.parallelism_config, partitions_all=deepspeed_plugin is not None)
         settings.add("parallel", sizes, unsaid={"context_method": GATHERED})
-    recipe: Any = options.handlers.fp8
-    check_fp8_precision(recipe, options.mixed_precision)  # a program may have set it since
-    is_sharded = options.fsdp_plugin is not None
-    found = None if recipe is None else fp8_recipe(recipe, is_sharded=is_sharded)
-    return CompositionPlan(fp8_recipe=found, settings=settings)
+    return settings
+
+
+def _fp8_recipe(options: RunOptions) -> Fp8Recipe | None:
+    """Return the recipe that the program gives; without one, fp8 takes the default recipe."""
+    given: Any = options.handlers.fp8
+    check_fp8_precision(given, options.mixed_precision)  # a program may have set it since
+    return None if given is None else fp8_recipe(given, is_sharded=options.fsdp_plugin is not None)
 
 
 def _add_run(settings: SourcedSettings, options: RunOptions, deepspeed_plugin: Any) -> None:

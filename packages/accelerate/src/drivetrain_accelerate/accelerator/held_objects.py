@@ -1,10 +1,10 @@
 """The objects of a run: hold them, release them, and take over the objects of another Accelerator."""
 
 import gc
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,40 +26,27 @@ from drivetrain_weights import find_ties
 from drivetrain_weights.tensor_box import is_dtensor
 
 
-class ReleasedModels:
+class ReleasedModels(WeakKeyDictionary[nn.Module, None]):
     """Models that `free_memory` released and the program still holds, in the order of their preparation.
 
     A Trainer calls `free_memory` between two trainings. It keeps the prepared model, and then prepares its optimizer
     alone.
     """
 
-    def __init__(self) -> None:
-        self._models: list[ref[nn.Module]] = []
-
-    def keep(self, models: Iterable[nn.Module]) -> None:
-        """Remember models for as long as the program holds them."""
-        self._models = [each for each in self._models if each() is not None] + [ref(each) for each in models]
-
-    def __contains__(self, model: object) -> bool:
-        """Return whether a model, in its prepared form, is among the released models."""
-        return any(each() is model for each in self._models)
-
     def drop(self, models: Sequence[nn.Module]) -> None:
         """Forget models that are prepared again. They may be given in prepared form or as the user built them."""
-        parameters = {id(each) for model in models for each in model.parameters()}
-        self._models = [each for each in self._models if not _has_any(each(), parameters)]
+        for model in self._with_any({id(each) for one in models for each in one.parameters()}):
+            del self[model]
 
     def trained_by(self, optimizers: Sequence[Optimizer]) -> list[nn.Module]:
         """Return the released models whose parameters the optimizers hold."""
-        if not self._models or not optimizers:
+        if not self or not optimizers:
             return []
         gc.collect()  # ranks are to agree: what the program let go of is not to be found on one of them
-        trained = {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
-        return [model for each in self._models if (model := each()) is not None and _has_any(each(), trained)]
+        return self._with_any({id(one) for each in optimizers for one in _parameters_of(each)})
 
-
-def _has_any(model: nn.Module | None, parameters: set[int]) -> bool:
-    return model is None or any(id(each) in parameters for each in model.parameters())
+    def _with_any(self, parameters: set[int]) -> list[nn.Module]:
+        return [model for model in self if any(id(each) in parameters for each in model.parameters())]
 
 
 class HeldObjects(ComposedRun):
@@ -85,7 +72,7 @@ class HeldObjects(ComposedRun):
         engines = [each for each in self._models if isinstance(each, EngineMethods)]
         for holder in (*self._optimizers, *engines):
             holder.schedules.clear()
-        self._released.keep(each for each in self._models if each not in self._evaluated)
+        self._released.update(dict.fromkeys(each for each in self._models if each not in self._evaluated))
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._evaluated):
             kept.clear()
         self.gradient_state.is_window_set = False
@@ -144,7 +131,11 @@ class HeldObjects(ComposedRun):
 
 def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
     """Return whether an optimizer holds any of the parameters; `parameters` has the id of each."""
-    return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
+    return any(id(one) in parameters for one in _parameters_of(optimizer))
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (one for group in optimizer.param_groups for one in group["params"])
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:

@@ -36,7 +36,6 @@ class PrepareMethods(HeldObjects):
         Called on all ranks with the same kinds of objects, in any order. `device_placement` changes nothing. A
         ValueError refuses an optimizer whose DeepSpeed engine was ended by `free_memory`.
         """
-        del device_placement
         given, followers = self._replace_stand_ins(self._take_over(args))
         trained = [each for each in given if self._is_new(each)]
         found: dict[int, Any] = dict(zip(map(id, trained), self._prepare_trained(trained), strict=True))
@@ -54,7 +53,6 @@ class PrepareMethods(HeldObjects):
 
         Checkpoints hold the weights in both cases.
         """
-        del device_placement
         if any(model is each for each in self._models):
             return model
         if evaluation_mode and not self.state.divides_models:
@@ -73,7 +71,6 @@ class PrepareMethods(HeldObjects):
         self, data_loader: DataLoader[Any], device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Prepare a loader alone; refuse a slicing function. Called on all ranks."""
-        del device_placement
         refuse_slicing(slice_fn_for_dispatch, "prepare_data_loader(slice_fn_for_dispatch")
         if isinstance(data_loader, DataLoaderAdapter):
             return data_loader
@@ -90,7 +87,6 @@ class PrepareMethods(HeldObjects):
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
         """Prepare an optimizer whose model is prepared already."""
-        del device_placement
         self._take_over([optimizer])
         if not self._is_new(optimizer):
             return optimizer  # pyright: ignore[reportReturnType] it is a prepared one
@@ -156,7 +152,6 @@ class PrepareMethods(HeldObjects):
 
         A ValueError refuses a divided model, unless this Accelerator has prepared it and still holds it.
         """
-        del unwrap
         return self.inner.get_state_dict(model, everywhere=True) if self._holds(model) else whole_state(model)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

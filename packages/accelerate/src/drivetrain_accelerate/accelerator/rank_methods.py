@@ -112,7 +112,6 @@ def _gather_real_arrays(
 
 def gather_first_rows(context: Context, active: Any, data: Any, *, as_objects: bool) -> Any:
     """Gather results, and cut the joined rows to the number of samples in the last step, as Accelerate does."""
-    del context
     count = active.remainder if active is not None and active.end_of_dataloader else -1
     try:
         recursively_apply(torch.Tensor.detach, data, error_on_other_type=True)

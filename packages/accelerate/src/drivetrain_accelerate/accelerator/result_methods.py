@@ -107,5 +107,4 @@ class ResultMethods(ComposedRun):
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """Return a prepared loader as it is: where `sp_size` divides sequences, it adds `shift_labels` by itself."""
-        del model
         return dl

@@ -81,7 +81,7 @@ class TrainingMethods(PrepareMethods):
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Generator[None]:
         """Run a block of loops in which ranks may have different numbers of batches. Running loops do not change."""
-        del joinables  # drivetrain's loaders give all ranks equally many steps
+        # Of `joinables` nothing is needed: drivetrain's loaders give all ranks equally many steps.
         with ExitStack() as stack:
             for loader in self._dataloaders if self.state.num_processes > 1 else ():
                 if even_batches is not None and sharded_of(loader.sharded).current is None:
@@ -156,7 +156,6 @@ class TrainingMethods(PrepareMethods):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Raise a RuntimeError under fp16: clipping or the optimizer's step unscales the gradients."""
-        del optimizer
         if self.state.scales_loss:
             raise RuntimeError(
                 "unscale_gradients(): gradients are unscaled by clip_grad_norm_(), clip_grad_value_() and step(); "
@@ -210,12 +209,10 @@ class TrainingMethods(PrepareMethods):
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
         """Run the block as it is: prepared models divide sequences themselves, and return whole outputs."""
-        del buffers, buffer_seq_dims, no_restore_buffers
         return nullcontext()
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Raise a NotImplementedError: no backend supports LOMO's optimizers, which step inside their backward."""
-        del loss
         raise NotImplementedError(
             f"lomo_backward(learning_rate={learning_rate}): use an optimizer that steps after backward; to save the "
             "memory of gradients, shard the model (FSDP) or offload the optimizer"

@@ -45,7 +45,6 @@ def save_accelerator_state(
 
     The states of `dataloaders` are not written. `save_state` writes the position of each loader.
     """
-    del dataloaders
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     stem, end = (SAFE_MODEL_NAME, "safetensors") if safe_serialization else (MODEL_NAME, "bin")
@@ -89,7 +88,6 @@ def load_accelerator_state(
         `step`, the number of micro-batches. A rank without a file for its generators returns an empty dict, warns,
         and leaves its generators as they are.
     """
-    del dataloaders
     if map_location not in (None, "cpu", "on_device"):
         raise ValueError(f"map_location={map_location!r}: say cpu, on_device or None")
     folder, options = Path(input_dir), load_kwargs or {}

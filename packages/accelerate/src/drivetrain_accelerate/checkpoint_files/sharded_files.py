@@ -53,7 +53,6 @@ def save_fsdp_model(
     part in the folder `pytorch_model_fsdp_0`. With `adapter_only`, only the adapters of a PEFT model are written.
     `use_dcp` changes nothing: parts are always written by torch.distributed.checkpoint.
     """
-    del use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
     inner = prepared.unwrap()
     adapter_only = adapter_only and hasattr(inner, "peft_config")
@@ -85,7 +84,6 @@ def load_fsdp_model(
 
     Called on all ranks. Missing files raise a FileNotFoundError, and files of another model a ValueError.
     """
-    del use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
     adapter_only = adapter_only and hasattr(prepared.unwrap(), "peft_config")
     own: dict[str, Any] = prepared.state_dict()["model"]
@@ -124,7 +122,6 @@ def save_fsdp_optimizer(
     `fsdp_plugin.state_dict_type` says whether the main process writes `optimizer.bin`, or each rank its part in the
     folder `optimizer_0`; the other arguments are as in `save_fsdp_model`.
     """
-    del use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
     state = prepared.state_dict()["optimizers"][_place(prepared, optimizer)]
     if layout_of(fsdp_plugin) == FULL:
@@ -150,7 +147,6 @@ def load_fsdp_optimizer(
 
     Called on all ranks. Missing files raise a FileNotFoundError, and files of another optimizer a ValueError.
     """
-    del adapter_only, use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
     state = prepared.state_dict()
     model_state: Mapping[str, Any] = state["model"]

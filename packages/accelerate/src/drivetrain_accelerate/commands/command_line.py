@@ -105,7 +105,11 @@ _UNSAID = _Unsaid()
 
 
 def parser_of(
-    command: str, arguments: type[Any], run: Callable[[Namespace], Any], subparsers: Any = None
+    command: str,
+    arguments: type[Any],
+    run: Callable[[Namespace], Any],
+    subparsers: Any = None,
+    not_in_accelerate: Sequence[str] = (),
 ) -> CustomArgumentParser:
     """Return a command's parser, made from the dataclass of its arguments; add it to `subparsers` if given.
 
@@ -119,7 +123,7 @@ def parser_of(
         parser.set_defaults(func=run)
     types = get_type_hints(arguments)
     for each in fields(arguments):
-        if not each.metadata.get("not_in_accelerate"):
+        if each.name not in not_in_accelerate:
             _add(parser, each.name, each.metadata, types[each.name], each.default)
     return parser
 

@@ -1,7 +1,7 @@
 """Ask drivetrain's questions, and write its settings file."""
 
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from drivetrain_config import environ
 from drivetrain_config.files.found_file import settings_places
 from drivetrain_launcher.cli.commands.config_ask import ConfigArguments, ask_for_launch
 from drivetrain_launcher.errors import UsageError
+from drivetrain_messages import argument
 
 description = "Ask what matters for a run on this machine, and write it as a settings file of drivetrain's."
 
@@ -20,20 +21,11 @@ description = "Ask what matters for a run on this machine, and write it as a set
 class QuestionsArguments:
     """The arguments of `drivetrain accelerate config`."""
 
-    config_file: Path | None = field(
-        default=None,
-        metadata={
-            "help": "File to write, YAML; by default the user's own, ~/.config/drivetrain/config.yaml."
-        },
+    config_file: Path | None = argument(
+        None, "File to write, YAML; by default the user's own, ~/.config/drivetrain/config.yaml."
     )
-    yes: bool = field(
-        default=False,
-        metadata={"not_in_accelerate": True, "help": "Take every recommended answer, and ask nothing."},
-    )
-    force: bool = field(
-        default=False,
-        metadata={"not_in_accelerate": True, "help": "Replace a file that is there; a copy is kept."},
-    )
+    yes: bool = argument(False, "Take every recommended answer, and ask nothing.")
+    force: bool = argument(False, "Replace a file that is there; a copy is kept.")
 
 
 def run(arguments: QuestionsArguments) -> int:
@@ -64,5 +56,7 @@ def config_command(args: Namespace) -> None:
     run(arguments_of(QuestionsArguments, args))
 
 
-config_command_parser = partial(parser_of, "config", QuestionsArguments, config_command)
+config_command_parser = partial(
+    parser_of, "config", QuestionsArguments, config_command, not_in_accelerate=("yes", "force")
+)
 main = program_of("config")

@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from drivetrain_accelerate.plugins.enums import (
 )
 from drivetrain_launcher import detect_host
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import argument
 
 description = "Create a default config file for Accelerate with only a few flags set."
 
@@ -32,17 +33,15 @@ _PLACE = "the file of Accelerate's, in $HF_HOME/accelerate or ~/.cache/huggingfa
 class DefaultConfigArguments:
     """The arguments of `drivetrain accelerate config default`."""
 
-    config_file: Path | None = field(default=None, metadata={"help": f"File to write; by default {_PLACE}."})
-    mixed_precision: Literal["no", "fp16", "bf16"] = field(
-        default="no", metadata={"help": "Precision of the forward."}
-    )
+    config_file: Path | None = argument(None, f"File to write; by default {_PLACE}.")
+    mixed_precision: Literal["no", "fp16", "bf16"] = argument("no", "Precision of the forward.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateConfigArguments:
     """The arguments of `drivetrain accelerate config update`."""
 
-    config_file: Path | None = field(default=None, metadata={"help": f"File to update; by default {_PLACE}."})
+    config_file: Path | None = argument(None, f"File to update; by default {_PLACE}.")
 
 
 def run(arguments: DefaultConfigArguments) -> int:
@@ -108,7 +107,7 @@ def update_config(args: Namespace) -> str:
     return str(path)
 
 
-def default_command_parser(parser: Any, parents: Any) -> Any:  # noqa: ARG001 the position of a program's argument
+def default_command_parser(parser: Any, parents: Any) -> Any:  # the position of a program's argument
     """Add `config default` to the subcommands of a parser."""
     return parser_of("default", DefaultConfigArguments, default_config_command, parser)
 
@@ -120,7 +119,7 @@ def default_config_command(args: Namespace) -> None:
     run(DefaultConfigArguments(config_file=path, mixed_precision=args.mixed_precision))
 
 
-def update_command_parser(parser: Any, parents: Any) -> Any:  # noqa: ARG001
+def update_command_parser(parser: Any, parents: Any) -> Any:
     """Add `config update` to the subcommands of a parser."""
     return parser_of("update", UpdateConfigArguments, update_config_command, parser)
 

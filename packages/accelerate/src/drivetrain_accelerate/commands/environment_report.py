@@ -3,7 +3,7 @@
 import platform
 import sys
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,15 +20,14 @@ from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
 from drivetrain_config import Layers
 from drivetrain_launcher.cli.commands.env import EnvArguments
 from drivetrain_launcher.cli.commands.env import run as show_drivetrain
+from drivetrain_messages import argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportArguments:
     """The arguments of `drivetrain accelerate env`."""
 
-    config_file: Path | None = field(
-        default=None, metadata={"help": "Accelerate's file; by default its own."}
-    )
+    config_file: Path | None = argument(None, "Accelerate's file; by default its own.")
 
 
 def run(arguments: ReportArguments) -> int:

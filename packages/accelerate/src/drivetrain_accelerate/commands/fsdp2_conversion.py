@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import yaml
 from drivetrain_accelerate.commands.command_line import parser_of
 from drivetrain_accelerate.plugins.constants import FSDP_SHARDING_STRATEGY
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import argument
 
 
 class ConversionStatus(Enum):
@@ -46,11 +47,10 @@ ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
 class ConversionArguments:
     """The arguments of `drivetrain accelerate to-fsdp2`."""
 
-    config_file: Path = field(metadata={"help": "Configuration file to convert."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace the written file, if it is there."})
-    output_file: Path | None = field(
-        default=None,
-        metadata={"help": "File to write; by default, with --overwrite, the one that is converted."},
+    config_file: Path = argument(..., "Configuration file to convert.")
+    overwrite: bool = argument(False, "Replace the written file, if it is there.")
+    output_file: Path | None = argument(
+        None, "File to write; by default, with --overwrite, the one that is converted."
     )
 
 

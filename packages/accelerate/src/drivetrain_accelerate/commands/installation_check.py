@@ -1,7 +1,7 @@
 """Check this installation by drivetrain's checks."""
 
 from argparse import Namespace
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -10,15 +10,14 @@ from drivetrain.self_check import run as check
 from drivetrain_accelerate.commands.command_line import parser_of, program_of, run_apart
 from drivetrain_config import Layers, resolve
 from drivetrain_launcher import LaunchSettings
+from drivetrain_messages import argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallationTestArguments:
     """The arguments of `drivetrain accelerate test`."""
 
-    config_file: Path | None = field(
-        default=None, metadata={"help": "File that tells the number of processes."}
-    )
+    config_file: Path | None = argument(None, "File that tells the number of processes.")
 
 
 def run(arguments: InstallationTestArguments) -> int:

@@ -5,7 +5,7 @@ Programs that start a launch by themselves find its command line and its variabl
 
 from argparse import REMAINDER, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from drivetrain_config.files.found_file import SettingsFile, SettingsPlace, find
 from drivetrain_config.source import Entry, Source
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.commands.launch import run as launch
+from drivetrain_messages import argument
 
 options_to_group = {
     "multi_gpu": "Distributed GPUs",
@@ -38,32 +39,17 @@ _THROUGH = ("launch", "through")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccelerateLaunchArguments:
-    """The arguments of `drivetrain accelerate launch`."""
+class AccelerateLaunchArguments(LaunchArguments):
+    """The arguments of `drivetrain accelerate launch`, which finds Accelerate's file too."""
 
-    script: str = field(
-        metadata={
-            "positional": True,
-            "help": "Script to run; a module's name with -m, a program with --no_python.",
-        }
+    script: str = argument(
+        ..., "Script to run; a module's name with -m, a program with --no_python.", positional=True
     )
-    arguments: tuple[str, ...] = field(
-        default=(), metadata={"rest": True, "help": "The script's own arguments, handed to it untouched."}
-    )
-    config: str = field(
-        default="",
-        metadata={
-            "brief": "File of settings; none: not even a found one",
-            "help": "File of settings, drivetrain's or Accelerate's, --config_file too; none: not even one that is "
-            "found. Unset: drivetrain's, where it is found, or else Accelerate's default_config.yaml.",
-        },
-    )
-    dry_run: bool = field(
-        default=False,
-        metadata={
-            "help": "Print the plan, with each rank's command and environment; start nothing.",
-            "brief": "Print the plan; start nothing",
-        },
+    config: str = argument(
+        "",
+        "File of settings, drivetrain's or Accelerate's, --config_file too; none: not even one that is "
+        "found. Unset: drivetrain's, where it is found, or else Accelerate's default_config.yaml.",
+        brief="File of settings; none: not even a found one",
     )
     layers: Layers = field(default_factory=lambda: Layers({}))
 
@@ -82,28 +68,17 @@ def run(arguments: AccelerateLaunchArguments) -> int:
             place = SettingsPlace(folder=own.parent, stem=own.stem, title="Accelerate's own place")
             file = SettingsFile(path=own, place=place)
     if file is not None:
-        given = layers.entries
-        below = Layers.read(file=file).entries
-        of_file = {
-            key: found
-            for key, entries in below.items()
-            if (found := tuple(entry for entry in entries if entry.source.kind == "file"))
-        }
-        keys = dict.fromkeys([*given, *of_file])
-        layers = Layers({key: (*given.get(key, ()), *of_file.get(key, ())) for key in keys}, file)
+        joined = dict(layers.entries)
+        for key, entries in Layers.read(file=file).entries.items():
+            if of_file := tuple(entry for entry in entries if entry.source.kind == "file"):
+                joined[key] = (*joined.get(key, ()), *of_file)
+        layers = Layers(joined, file)
     program = layers.of_section("launch").get("program", ())
     if not (program and str(program[0].value).lower() == "true"):  # a program without Python runs as it is
         entry = Entry("drivetrain_accelerate", Source("command line", "drivetrain accelerate launch"))
         through = (entry, *layers.entries.get(_THROUGH, ()))
         layers = Layers({**layers.entries, _THROUGH: through}, layers.file)
-    return launch(
-        LaunchArguments(
-            script=arguments.script,
-            arguments=arguments.arguments,
-            dry_run=arguments.dry_run,
-            layers=layers,
-        )
-    )
+    return launch(replace(arguments, layers=layers))
 
 
 def launch_command_parser(subparsers: Any = None) -> Any:

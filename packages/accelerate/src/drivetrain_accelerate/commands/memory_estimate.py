@@ -3,7 +3,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +16,7 @@ from drivetrain_accelerate.plain_values import convert_bytes
 from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.cli.huggingface import whole_classes
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import argument
 from drivetrain_plan.model.weight_sizes import sizes_of_model
 
 # Bits of a weight.
@@ -29,21 +30,16 @@ _TIMEOUT_SECONDS = 10.0
 class HubEstimateArguments:
     """The arguments of `drivetrain accelerate estimate-memory`."""
 
-    model_name: tuple[str, ...] = field(
-        metadata={
-            "positional": True,
-            "help": "Model on the Hugging Face Hub, or its folder; dtypes that follow it are added to --dtypes.",
-        }
+    model_name: tuple[str, ...] = argument(
+        ...,
+        "Model on the Hugging Face Hub, or its folder; dtypes that follow it are added to --dtypes.",
+        positional=True,
     )
-    library_name: Literal["transformers", "timm"] | None = field(
-        default=None, metadata={"help": "Library of the model: transformers."}
+    library_name: Literal["transformers", "timm"] | None = argument(
+        None, "Library of the model: transformers."
     )
-    dtypes: tuple[_Dtype, ...] = field(
-        default=_DTYPES, metadata={"help": f"Dtypes to tell, of {', '.join(_DTYPES)}."}
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run code that comes with the model, to build it."}
-    )
+    dtypes: tuple[_Dtype, ...] = argument(_DTYPES, f"Dtypes to tell, of {', '.join(_DTYPES)}.")
+    trust_remote_code: bool = argument(False, "Run code that comes with the model, to build it.")
 
 
 def run(arguments: HubEstimateArguments) -> int:
@@ -122,7 +118,7 @@ def _is_hub_out_of_reach(model_name: str, token: str | None) -> bool:
 def estimate_training_usage(
     bytes: int,
     mixed_precision: str,
-    msamp_config: str | None = None,  # noqa: ARG001 MS-AMP is not known here
+    msamp_config: str | None = None,  # MS-AMP is not known here
 ) -> dict[str, int]:
     """Return the bytes of training with Adam, for a model whose float32 weights take `bytes`.
 

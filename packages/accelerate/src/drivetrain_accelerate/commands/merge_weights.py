@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -13,6 +13,7 @@ from drivetrain_checkpoint import merge_shards
 from drivetrain_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from drivetrain_checkpoint.format.layout import MANIFEST, step_folders
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import argument
 
 description = "Merge the weights of a sharded checkpoint into one export."
 
@@ -23,17 +24,14 @@ _TORCHS = ".metadata"  # what torch.distributed.checkpoint writes last
 class MergeWeightsArguments:
     """The arguments of `drivetrain accelerate merge-weights`."""
 
-    checkpoint_directory: Path = field(
-        metadata={"positional": True, "help": "Folder of sharded weights, by drivetrain or by FSDP."}
+    checkpoint_directory: Path = argument(
+        ..., "Folder of sharded weights, by drivetrain or by FSDP.", positional=True
     )
-    output_path: Path = field(metadata={"positional": True, "help": "Folder of the export."})
-    unsafe_serialization: bool = field(
-        default=False,
-        metadata={"help": "Write pytorch_model.bin in place of safetensors; of FSDP's folders only."},
+    output_path: Path = argument(..., "Folder of the export.", positional=True)
+    unsafe_serialization: bool = argument(
+        False, "Write pytorch_model.bin in place of safetensors; of FSDP's folders only."
     )
-    remove_checkpoint_dir: bool = field(
-        default=False, metadata={"help": "Remove the sharded weights afterwards."}
-    )
+    remove_checkpoint_dir: bool = argument(False, "Remove the sharded weights afterwards.")
 
 
 def run(arguments: MergeWeightsArguments) -> int:

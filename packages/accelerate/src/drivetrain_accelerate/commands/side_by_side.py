@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ from drivetrain_accelerate.installation import install
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.run.runpy_main import run_as_main
-from drivetrain_messages import format_table
+from drivetrain_messages import argument, format_table
 
 _THIS = "drivetrain_accelerate.commands.side_by_side"
 _LAST_LINES = 15
@@ -45,19 +45,15 @@ Side = Literal["real", "ours"]
 class ComparisonArguments:
     """The arguments of `drivetrain accelerate check`."""
 
-    script: str = field(
-        metadata={"positional": True, "help": "Script to run; a module's name with --module."}
+    script: str = argument(..., "Script to run; a module's name with --module.", positional=True)
+    arguments: tuple[str, ...] = argument(
+        (), "The script's own arguments, handed to it untouched.", rest=True
     )
-    arguments: tuple[str, ...] = field(
-        default=(), metadata={"rest": True, "help": "The script's own arguments, handed to it untouched."}
-    )
-    steps: int = field(default=5, metadata={"help": "Number of losses after which the script is ended."})
-    tolerance: float = field(
-        default=1e-4, metadata={"help": "Largest difference of two losses, as a fraction of the larger one."}
-    )
-    num_processes: int = field(default=1, metadata={"help": "Number of processes of each run."})
-    module: bool = field(default=False, metadata={"help": "Whether the script is the name of a module."})
-    timeout_seconds: float = field(default=600.0, metadata={"help": "Seconds that each run may take."})
+    steps: int = argument(5, "Number of losses after which the script is ended.")
+    tolerance: float = argument(1e-4, "Largest difference of two losses, as a fraction of the larger one.")
+    num_processes: int = argument(1, "Number of processes of each run.")
+    module: bool = argument(False, "Whether the script is the name of a module.")
+    timeout_seconds: float = argument(600.0, "Seconds that each run may take.")
 
     def __post_init__(self) -> None:
         """Check the numbers."""

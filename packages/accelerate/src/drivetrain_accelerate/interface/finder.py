@@ -35,8 +35,8 @@ class InterfaceFinder(MetaPathFinder):
     def find_spec(
         self,
         fullname: str,
-        path: Sequence[str] | None = None,  # noqa: ARG002 the names alone decide
-        target: ModuleType | None = None,  # noqa: ARG002
+        path: Sequence[str] | None = None,  # the names alone decide
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         """Return the spec of a module of the interface, None for other modules, or raise ModuleNotFoundError."""
         if fullname.partition(".")[0] != _NAME:

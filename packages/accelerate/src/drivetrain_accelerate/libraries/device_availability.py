@@ -93,9 +93,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether this process can compute in bfloat16; with `ignore_tpu`, a TPU does not count."""
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    return not is_mps_available() or is_torch_version(">=", "2.6")
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
 
 
 def is_fp16_available() -> bool:

@@ -54,7 +54,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        del _drop_last, torch_device_mesh
         base = build_loader(use_stateful_dataloader, dataset, **kwargs)
         sharded = shard_loader(
             base, Shard(0, 1), device=device, seed=_seed_of(base, None), non_blocking=_non_blocking
@@ -146,7 +145,6 @@ class DataLoaderDispatcher(DataLoaderShard):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        del torch_device_mesh
         refuse_slicing(slice_fn, "DataLoaderDispatcher(slice_fn")
         base, device = build_loader(use_stateful_dataloader, dataset, **kwargs), PartialState().device
         sharded = shard_for_process(
@@ -263,7 +261,6 @@ def prepare_data_loader(
 
     `rng_types` and `use_seedable_sampler` change nothing: the order always follows from a seed and the epoch.
     """
-    del rng_types, use_seedable_sampler, torch_device_mesh
     refuse_slicing(slice_fn_for_dispatch, "prepare_data_loader(slice_fn_for_dispatch")
     if isinstance(dataloader, DataLoaderAdapter):
         return dataloader

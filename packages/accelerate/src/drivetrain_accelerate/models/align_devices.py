@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain_accelerate.models.module_hooks import OLD_FORWARD, ModelHook, add_hook_to_module, hook_of
+from drivetrain_accelerate.models.module_hooks import (
+    OLD_FORWARD,
+    Arguments,
+    ModelHook,
+    add_hook_to_module,
+    hook_of,
+)
 from drivetrain_accelerate.models.module_tensors import (
     TiedCopies,
     Where,
@@ -77,9 +83,7 @@ class AlignDevicesHook(ModelHook):
         )
         return [name for name, _ in found]
 
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Bring the weights of the module and its inputs to the device."""
         if self.io_same_device:
             self.input_device = first_device((args, kwargs))

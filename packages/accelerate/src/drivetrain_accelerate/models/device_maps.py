@@ -69,7 +69,7 @@ def infer_auto_device_map(
     verbose: bool = False,
     clean_result: bool = True,
     offload_buffers: bool = False,
-    fallback_allocation: bool = False,  # noqa: ARG001 the plan finds whatever fits by itself
+    fallback_allocation: bool = False,  # the plan finds whatever fits by itself
 ) -> dict[str, Where]:
     """Plan where each part of a model goes. Nothing is moved or loaded.
 

@@ -57,10 +57,10 @@ def load_checkpoint_in_model(
     device_map: dict[str, int | str | torch.device] | None = None,
     offload_folder: Folder | None = None,
     dtype: str | torch.dtype | None = None,
-    offload_state_dict: bool = False,  # noqa: ARG001 no weight takes host memory twice
-    offload_buffers: bool = False,  # noqa: ARG001 buffers are loaded by the map like parameters
+    offload_state_dict: bool = False,  # no weight takes host memory twice
+    offload_buffers: bool = False,  # buffers are loaded by the map like parameters
     keep_in_fp32_modules: list[str] | None = None,
-    offload_8bit_bnb: bool = False,  # noqa: ARG001 packed weights are offloaded as they are
+    offload_8bit_bnb: bool = False,  # packed weights are offloaded as they are
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,

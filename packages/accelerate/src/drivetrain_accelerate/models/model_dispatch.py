@@ -18,6 +18,7 @@ from drivetrain_accelerate.models.module_hooks import (
     DEVICE_MAP,
     HOOK,
     OLD_FORWARD,
+    Arguments,
     forget_dispatch,
     hook_of,
     remove_hook_from_module,
@@ -298,9 +299,7 @@ class DispatchedHook(AlignDevicesHook):
     ) -> None:
         self._changed = value or {}
 
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Move the module's offloaded weights to the device that computes, until `post_forward` is called."""
         place = None if self.execution_device is None else place_of(self.execution_device)
         for name, tensor in _tensors(module).items():

@@ -4,7 +4,7 @@ import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from drivetrain_dispatch.offload.dispatch import is_dispatched
 from drivetrain_dispatch.planning.device_map import place_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # of a forward, by position and by name
 
 # The names of the attributes that libraries read.
 HOOK = "_hf_hook"
@@ -34,16 +35,12 @@ class ModelHook:
         """Run when the hook is added to a module; return the module."""
         return module
 
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Run before the forward; return the arguments for it."""
-        del module
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Run after the forward; return the output of the call."""
-        del module
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -63,9 +60,7 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Call `pre_forward` of all hooks; each hook gets the arguments that the hook before has returned."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
@@ -165,9 +160,7 @@ class LayerwiseCastingHook(ModelHook):
         """Convert the weights to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
-    def pre_forward(
-        self, module: nn.Module, *args: object, **kwargs: object
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Convert the weights to the compute dtype."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
@@ -219,9 +212,7 @@ class CpuOffload(ModelHook):
         """Move the model to the host."""
         return module.to("cpu")
 
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Move the previous hook's model to the host, and this model and its inputs to the device."""
         device = place_of(self.execution_device)
         assert isinstance(device, torch.device)

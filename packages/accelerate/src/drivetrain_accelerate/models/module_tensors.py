@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain_accelerate.compat import tied_weights_keys, uncompiled
+from drivetrain_accelerate.compat import tied_weights_keys
+from drivetrain_backends import unwrap_compiled
 from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
 from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments
 from drivetrain_dispatch.model.model_layout import nearest_entry
@@ -72,7 +73,7 @@ def set_module_tensor_to_device(
     fp16_statistics: torch.HalfTensor | None = None,
     tied_params_map: TiedCopies | None = None,
     non_blocking: bool = False,
-    clear_cache: bool = True,  # noqa: ARG001 torch's cache is left as it is: what is freed is used again
+    clear_cache: bool = True,  # torch's cache is left as it is: what is freed is used again
 ) -> None:
     """Put a parameter or buffer on a device, with its present values or new ones.
 
@@ -149,7 +150,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 def is_peft_model(model: nn.Module) -> bool:
     """Return whether a model is a peft model, also if it is compiled or in a wrapper."""
-    inner = uncompiled(getattr(model, "module", model))
+    inner = unwrap_compiled(getattr(model, "module", model))
     return any(
         kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel"
         for kind in type(inner).__mro__
@@ -158,7 +159,6 @@ def is_peft_model(model: nn.Module) -> bool:
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return a list of names for each parameter that has several names."""
-    del kwargs
     return find_groups(model)
 
 

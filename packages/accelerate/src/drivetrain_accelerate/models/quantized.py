@@ -27,7 +27,7 @@ def load_and_quantize_model(
     no_split_module_classes: list[str] | None = None,
     max_memory: dict[int | str, int | str] | None = None,
     offload_folder: str | PathLike[str] | None = None,
-    offload_state_dict: bool = False,  # noqa: ARG001 no weight takes host memory twice
+    offload_state_dict: bool = False,  # no weight takes host memory twice
 ) -> AnyModule:
     """Load a model and quantise each linear layer as it is read, or quantise a model that is in memory."""
     config = bnb_quantization_config

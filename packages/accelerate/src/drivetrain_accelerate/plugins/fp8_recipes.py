@@ -245,7 +245,6 @@ def convert_model(
 
     A PrecisionError asks for the library or a fitting device. A NothingConvertedError says that no layer fits.
     """
-    del _convert_ln
     recipe = TransformerEngineRecipe(scaling="delayed", layers=LayerFilter(skip_first=False, skip_last=False))
     if not to_transformer_engine:
         restore_model(model, recipe)

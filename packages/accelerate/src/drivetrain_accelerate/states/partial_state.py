@@ -24,7 +24,6 @@ class SharedState:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a view of the shared attributes."""
-        del args, kwargs
         view = super().__new__(cls)
         view.__dict__ = cls._shared_state
         return view

@@ -212,7 +212,6 @@ def slice_tensors(
     data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
     """Return nested data with a slice of each tensor."""
-    del process_index, num_processes
     return recursively_apply(torch.Tensor.__getitem__, data, tensor_slice)
 
 

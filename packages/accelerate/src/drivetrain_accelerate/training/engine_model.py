@@ -56,12 +56,10 @@ class EngineMethods:
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a RuntimeError: only the Accelerator's backward knows the window of accumulation."""
-        del args, kwargs
         raise RuntimeError("engine.backward(loss): call accelerator.backward(loss), which knows the window")
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a RuntimeError: the prepared optimizer steps when its window closes."""
-        del args, kwargs
         raise RuntimeError("engine.step(): call optimizer.step() of the prepared optimizer")
 
     def save_checkpoint(

@@ -46,9 +46,12 @@ def run(arguments: EstimateArguments) -> int:
         if path.name == "config.json" or (path / "config.json").is_file() or not path.exists():
             model = build_to_train(path, dtype=None)
             weights = sizes_of_model(model, whole_classes(model))
-            estimates: Mapping[str, _Estimate] = {
-                name: _try(path, MODES[name], weights, arguments) for name in arguments.mode
-            }
+            estimates: dict[str, _Estimate] = {}
+            for name in arguments.mode:
+                try:
+                    estimates[name] = _estimate(path, MODES[name], weights, arguments)
+                except (CostError, ImportError) as error:
+                    estimates[name] = str(error)
         else:
             why = "the files of weights alone do not say what a step computes: add config.json"
             weights = sizes_of_files(path)
@@ -70,13 +73,6 @@ def run(arguments: EstimateArguments) -> int:
     }
     sys.stdout.write(f"{json.dumps(described, indent=2)}\n")
     return 0
-
-
-def _try(path: Path, mode: TrainingMode, sizes: WeightSizes, arguments: EstimateArguments) -> _Estimate:
-    try:
-        return _estimate(path, mode, sizes, arguments)
-    except (CostError, ImportError) as error:
-        return str(error)
 
 
 def _estimate(

@@ -1,7 +1,7 @@
 """The arguments of `drivetrain estimate`, read without torch."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from typing import Literal
 
 from drivetrain_messages import argument
 
@@ -38,11 +38,3 @@ class EstimateArguments:
         for name in ("batch", "seq", "lora_rank", "num_processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        kinds = get_type_hints(EstimateArguments)
-        for name, values, kind in (
-            ("mode", self.mode, get_args(kinds["mode"])[0]),
-            ("optimizer", (self.optimizer,), kinds["optimizer"]),
-            ("sharding", (self.sharding,), kinds["sharding"]),
-        ):
-            if unknown := [value for value in values if value not in get_args(kind)]:
-                raise ValueError(f"--{name} {unknown[0]}: say one of {', '.join(get_args(kind))}")

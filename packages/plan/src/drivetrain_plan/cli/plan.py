@@ -85,10 +85,10 @@ def launch_line(choice: PlanChoice, num_hosts: int, precision: str) -> str:
     """Return the command that trains so; on several hosts it is run on each."""
     hosts = f" --num-nodes {num_hosts} --node-rank RANK --master-addr HOST" if num_hosts > 1 else ""
     parts = [f"drivetrain launch{hosts} --num-processes {choice.num_devices}"]
-    prefixes = {"run": "", "parallel": "parallel-", "fsdp": "fsdp-", "deepspeed": "deepspeed-"}
     for section, settings in choice.sections(precision).items():
+        prefix = "" if section == "run" else f"{section}-"
         for name, value in settings.items():
-            flag = f"--{prefixes[section]}{name.replace('_', '-')}"
+            flag = f"--{prefix}{name.replace('_', '-')}"
             parts.append(flag if value is True else f"{flag} {value}")
     return " ".join([*parts, "train.py"])
 

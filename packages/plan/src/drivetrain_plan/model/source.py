@@ -147,13 +147,11 @@ class BuiltSource:
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model without values; it shares what modules hold beside tensors, such as configurations."""
-    held = (*model.parameters(), *model.buffers())
-    return deepcopy(model, {**shared_attributes(model), **{id(one): _on_meta(one) for one in held}})
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    found = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+    known: dict[int, Any] = shared_attributes(model)
+    for one in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(one, device="meta")
+        known[id(one)] = nn.Parameter(empty, one.requires_grad) if isinstance(one, nn.Parameter) else empty
+    return deepcopy(model, known)
 
 
 def find_source(named: str, *, lora_rank: int = 16) -> ModelSource:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from drivetrain_dispatch.compat import BUFFERS, DATA_DEPENDENT_ERRORS, PARAMETERS
 from drivetrain_dispatch.errors import CostError
-from drivetrain_plan.compat import BUFFERS, DATA_DEPENDENT_ERRORS, PARAMETERS, FakeTensor
+from drivetrain_plan.compat import FakeTensor
 
 
 @contextmanager

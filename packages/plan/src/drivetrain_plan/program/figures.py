@@ -78,26 +78,11 @@ class StepFigures:
         """Return a share of all figures, as one of several stages has."""
         return StepFigures().plus(self, times=share)
 
-    def with_parameters(self, share: float) -> "StepFigures":
-        """Return the figures with a share of the parameters, on which the same is computed."""
-        return replace(
-            self,
-            weights=self.weights * share,
-            gradients=self.gradients * share,
-            states=self.states * share,
-            stepping=self.stepping * share,
-            stepped=self.stepped * share,
-        )
-
     @property
     def peak(self) -> float:
         """The most bytes that a step of one micro-batch holds at once."""
-        return self.held + max(self.forward, self.early, self.late, self.stepping)
-
-    @property
-    def held(self) -> float:
-        """The bytes that are allocated between steps."""
-        return self.weights + self.states + self.inputs
+        held = self.weights + self.states + self.inputs
+        return held + max(self.forward, self.early, self.late, self.stepping)
 
 
 # The figures that are numbers.
@@ -109,23 +94,17 @@ def _plus(mine: _Sums, theirs: _Sums, times: float) -> _Sums:
     return {key: mine.get(key, 0) + times * theirs.get(key, 0) for key in {**mine, **theirs}}
 
 
-def extrapolate(
-    least: StepFigures, more: Sequence[StepFigures], added: Sequence[int], wanted: Sequence[int]
-) -> StepFigures:
+def extrapolate(least: StepFigures, more: Sequence[StepFigures], wanted: Sequence[int]) -> StepFigures:
     """Return the figures of a model with `wanted` blocks of each make beyond those of `least`.
 
-    Args:
-        least: The figures with the least number of blocks.
-        more: For each make of blocks, the figures with some more of it.
-        added: The number of blocks of each make that `more` has beyond `least`.
-        wanted: The number of blocks of each make that the model has beyond `least`.
+    For each make of blocks, `more` has the figures with one more of it than `least`.
 
     Example:
         >>> two, three = StepFigures(weights=20), StepFigures(weights=25)
-        >>> extrapolate(two, [three], added=[1], wanted=[30]).weights
+        >>> extrapolate(two, [three], wanted=[30]).weights
         170.0
     """
     found = least
-    for figures, number, times in zip(more, added, wanted, strict=True):
-        found = found.plus(figures.plus(least, times=-1), times=times / number)
+    for figures, times in zip(more, wanted, strict=True):
+        found = found.plus(figures.plus(least, times=-1), times=times)
     return found

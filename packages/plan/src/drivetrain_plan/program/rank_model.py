@@ -50,21 +50,13 @@ def build_rank(
     *,
     mesh: DeviceMesh | None,
 ) -> RankModel:
-    """Build what the first rank of a choice holds of a model.
+    """Build what the first rank of a choice holds of a model; a PlanError says that it cannot be divided so.
 
-    Args:
-        source: The source of the model.
-        choice: The division of it; pipeline and expert are no part of a rank's program here.
-        mode: The dtypes of weights and computing.
-        kept: The blocks to keep of each make; None for all.
-        mesh: The mesh that FSDP shards the model over, of `sharding_sizes`; None without FSDP.
-
-    Raises:
-        PlanError: The model cannot be divided so.
+    Pipeline and expert are no part of a rank's program here. `kept` has the number of blocks to keep of each make,
+    None for all; FSDP shards the model over `mesh`, of `sharding_sizes`.
     """
     model = source.build(kept)
-    listed = (model.get_submodule(stack.name) for stack in find_stacks(model))
-    repeated = tuple(block for stack in listed for block in stack.children())
+    repeated = tuple(block for name in find_stacks(model) for block in model.get_submodule(name).children())
     ranks = _divide(model, choice)
     plan = plan_blocks(model, asked="fsdp.wrap")
     blocks = [model.get_submodule(name) for name in plan.blocks]

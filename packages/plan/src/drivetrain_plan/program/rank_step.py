@@ -10,8 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.fsdp.compat import gathered_parameter, sharded_parameters
+from drivetrain_dispatch.compat import FakeTensorMode, tree_leaves
 from drivetrain_plan.choice import PlanChoice
-from drivetrain_plan.compat import FakeMeshes, FakeTensorMode, fake_meshes, tree_leaves
+from drivetrain_plan.compat import FakeMeshes, fake_meshes
 from drivetrain_plan.model.source import BuiltSource
 from drivetrain_plan.model.training_modes import OPTIMIZERS, Parameters, TrainingMode
 from drivetrain_plan.program.fake_tensors import explain_errors, give_fake_tensors

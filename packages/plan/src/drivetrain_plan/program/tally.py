@@ -12,17 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_dispatch.compat import GROUPED_PRODUCT
-from drivetrain_plan.compat import (
-    Args,
-    FakeTensor,
-    Kwargs,
-    TorchDispatchMode,
-    Types,
-    tree_leaves,
-    tree_map,
-    without_fake_mode,
-)
+from drivetrain_dispatch.compat import GROUPED_PRODUCT, Args, Kwargs, TorchDispatchMode, Types, tree_leaves
+from drivetrain_plan.compat import FakeTensor, tree_map, unset_fake_temporarily
 from drivetrain_plan.hardware import Collective
 from drivetrain_state.mesh import View
 
@@ -124,7 +115,7 @@ class StepTally(TorchDispatchMode):
         if func.namespace == "c10d" and any(isinstance(one, FakeTensor) for one in given):
             result = _exchanged(func, args, said)
         else:
-            with without_fake_mode() if _is_of_indices(name, given, args, said) else nullcontext():
+            with unset_fake_temporarily() if _is_of_indices(name, given, args, said) else nullcontext():
                 result = func(*args, **said)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.add(made)
@@ -162,7 +153,7 @@ def _exchanged(func: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
     def emptied(value: Any) -> Any:
         return torch.empty(0) if isinstance(value, Tensor) else value
 
-    with without_fake_mode():
+    with unset_fake_temporarily():
         result = func(*tree_map(emptied, args), **tree_map(emptied, dict(kwargs)))
     outputs = (leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor))
 

@@ -224,8 +224,8 @@ def _ways(
         strategies += [(f"zero{stage}", "none") for stage in (1, 2, 3)]
         strategies += [("zero2", "host"), ("zero3", "host"), ("zero3", "nvme")]
     for strategy, offload in strategies:
-        kinds = ("none",) if strategy.startswith("zero") else model.kinds(is_built=mesh.is_built)
-        for checkpointing in kinds:
+        known = model.unsharded if mesh.is_built else model.sharded
+        for checkpointing in ("none",) if strategy.startswith("zero") else known:
             for sequence in (True, False) if mesh.tensor > 1 else (False,):
                 if sequence and (
                     mesh.pipeline * mesh.context * mesh.expert > 1

@@ -48,7 +48,12 @@ def formula_figures(
     def halved(batches: BatchFigures) -> BatchFigures:
         first = batches.first
         gathered = 0.0 if num_blocks < 2 else weights / num_blocks * 2
-        first = first.with_parameters(0.5).changed(
+        first = first.changed(
+            weights=first.weights / 2,
+            gradients=first.gradients / 2,
+            states=first.states / 2,
+            stepping=first.stepping / 2,
+            stepped=first.stepped / 2,
             forward=first.forward + gathered,
             early=first.early + gathered,
             late=trained / 2 + gathered,

@@ -61,10 +61,6 @@ class ModelFigures:
     basis: str = "program"
     why: str = ""
 
-    def kinds(self, *, is_built: bool) -> tuple[Checkpointing, ...]:
-        """Return the kinds of checkpointing whose figures are known, of the model or of one built of other layers."""
-        return tuple(self.unsharded if is_built else self.sharded)
-
     def of(self, choice: PlanChoice) -> StepFigures:
         """Return the figures of a rank that divides layers and sequences as a choice does, and no parameters.
 

@@ -1,7 +1,7 @@
 """The table of plans: each with its memory, traffic and time, the best first; and those that do not fit. Pure."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import floor, log
 
 from drivetrain_messages import format_size
@@ -16,7 +16,7 @@ from drivetrain_plan.search.step_time import StepTime, Traffic, step_time, traff
 SPARE = 0.1  # of a device's memory, for allocators and libraries
 _ALIKE = 1.05  # times whose ratio is below it are a tie
 _STRATEGIES = ("none", "shard_grad_op", "full_shard", "zero1", "zero2", "zero3")
-_MOST_REJECTED = 12
+MOST_REJECTED = 12  # plans that are shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +178,6 @@ def reasons(plans: Sequence[TrainingPlan], rejected: Sequence[TrainingPlan]) -> 
 
 def why_rejected(plan: TrainingPlan, hardware: RunHardware) -> str:
     """Return why a plan does not fit, in few words."""
-    largest = max(
-        ("weights", "gradients", "states", "activations", "temporary"),
-        key=lambda name: getattr(plan.memory, name),
-    )
+    largest = max((each.name for each in fields(DeviceMemory)), key=lambda name: getattr(plan.memory, name))
     usable = format_size(int(hardware.memory_bytes * (1 - SPARE)))
     return f"{format_size(int(plan.memory.peak))} of {usable}, most of it {largest}"
-
-
-def nearest(rejected: Sequence[TrainingPlan]) -> list[TrainingPlan]:
-    """Return the rejected plans that are shown."""
-    return list(rejected[:_MOST_REJECTED])

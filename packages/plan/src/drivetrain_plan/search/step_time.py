@@ -53,22 +53,9 @@ class StepTime:
     offload: float = 0
 
     @property
-    def seconds(self) -> float:
-        """The time of the step."""
-        return (
-            self.compute
-            + self.memory
-            + self.host
-            + sum(self.exposed.values())
-            + self.bubble
-            + self.optimizer
-            + self.offload
-        )
-
-    @property
-    def bound_by(self) -> str:
-        """The part of the step that takes longest."""
-        parts = {
+    def parts(self) -> dict[str, float]:
+        """The time of each part, by name."""
+        return {
             "compute": self.compute,
             "memory": self.memory,
             "host": self.host,
@@ -77,7 +64,16 @@ class StepTime:
             "offload": self.offload,
             **{f"traffic of {view}": seconds for view, seconds in self.exposed.items()},
         }
-        return max(parts, key=lambda name: parts[name])
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return sum(self.parts.values())
+
+    @property
+    def bound_by(self) -> str:
+        """The part of the step that takes longest."""
+        return max(self.parts.items(), key=lambda part: part[1])[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,15 +189,9 @@ def step_time(
 ) -> StepTime:
     """Return the time of an optimizer step: a roofline of the operations, and collectives by size and latency.
 
-    Args:
-        model: The figures of the model.
-        choice: The way to train it.
-        figures: The figures of a rank's micro-batch.
-        traffic: The collectives of its optimizer step.
-        hardware: The devices and their rates.
-        in_half: Whether matrix products are computed in half precision.
-        is_simulated: Whether the waits of a pipeline are those of its simulated schedule, or of equal stages by
-            arithmetic, which takes no time and leaves out what sending adds.
+    `figures` are those of a rank's micro-batch. With `in_half`, matrix products are computed in half precision. The
+    waits of a pipeline are those of its simulated schedule, or of equal stages by arithmetic, which takes no time and
+    leaves out what sending adds.
     """
     times = choice.accumulation
     flops = hardware.flops if in_half else hardware.fp32_flops
@@ -245,10 +235,7 @@ def step_time(
 def _simulated_bubble(choice: PlanChoice, seconds: float, transfer: float) -> float:
     """Return how long a stage waits in a step, by the order of a pipeline's default schedule.
 
-    Args:
-        choice: The number of stages and of micro-batches.
-        seconds: The time of a micro-batch in a stage, forward and backward.
-        transfer: The time until what one stage sends has come to the next.
+    A micro-batch takes `seconds` in a stage, forward and backward, and `transfer` seconds to the next stage.
     """
     order = plan_order(SCHEDULES["1f1b"], choice.pipeline, choice.accumulation)
     parts: dict[Kind, float] = {"forward": (1 - _BACKWARD) * seconds, "backward": _BACKWARD * seconds}

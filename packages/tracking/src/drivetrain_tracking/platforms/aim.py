@@ -51,10 +51,8 @@ class AimTracker(Platform[AimOptions]):
     options_type = AimOptions
     media_kinds = frozenset({"image", "figure", "audio", "histogram", "text", "artifact"})
 
-    def __init__(self, directory: Path | str) -> None:
-        super().__init__(directory)
-        self._run: Any = None
-        self._step = -1
+    _run: Any
+    _step: int
 
     @staticmethod
     def directory_of(given: Any) -> Path:

@@ -51,11 +51,9 @@ class ClearMLTracker(Platform[ClearMLOptions]):
     joining_variables = ("CLEARML_PROC_MASTER_ID",)
     media_kinds = ALL_MEDIA
 
-    def __init__(self, directory: Path | str) -> None:
-        super().__init__(directory)
-        self._task: Any = None
-        self._events: Path | None = None  # the file of an offline session
-        self._step = 0
+    _task: Any
+    _events: Path | None  # the file of an offline session
+    _step: int = 0
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Create the task, or the task's next offline session."""

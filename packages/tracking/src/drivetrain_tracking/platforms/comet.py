@@ -17,18 +17,11 @@ from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
 from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium
 
-_QUIET: Mapping[str, Any] = {
-    "log_code": False,
-    "log_graph": False,
-    "auto_param_logging": False,
-    "auto_metric_logging": False,
-    "parse_args": False,
-    "auto_output_logging": False,
-    "log_env_details": False,
-    "log_git_metadata": False,
-    "log_git_patch": False,
-    "display_summary_level": 0,
-}
+# What Comet logs or prints by itself.
+_OFF = """
+    log_code log_graph auto_param_logging auto_metric_logging parse_args auto_output_logging log_env_details
+    log_git_metadata log_git_patch
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +58,8 @@ class CometTracker(Platform[CometOptions]):
     options_type = CometOptions
     media_kinds = ALL_MEDIA - {"histogram"}
 
-    def __init__(self, directory: Path | str) -> None:
-        super().__init__(directory)
-        self._experiment: Any = None
-        self._messages: Path | None = None  # the file of an offline experiment
+    _experiment: Any
+    _messages: Path | None  # the file of an offline experiment
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Begin the experiment, after making an archive of messages that a killed process left."""
@@ -123,7 +114,7 @@ class CometTracker(Platform[CometOptions]):
         key = known or comet.generate_guid()
         self.remember_run_id(run_name, key)
         names = {"project_name": given.project, "workspace": given.workspace, "experiment_key": key}
-        common = {**names, **_QUIET}
+        common = {**names, **dict.fromkeys(_OFF.split(), False), "display_summary_level": 0}
         api_key = comet.get_config("comet.api_key")
         if given.mode == "online" or (given.mode is None and api_key):
             return comet.ExistingExperiment(**common) if known else comet.Experiment(**common)

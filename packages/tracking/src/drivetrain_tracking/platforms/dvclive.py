@@ -51,11 +51,9 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
     options_type = DVCLiveOptions
     media_kinds = frozenset({"image", "figure", "histogram"})
 
-    def __init__(self, directory: Path | str) -> None:
-        super().__init__(directory)
-        self._live: Any = None
-        self._names: dict[str, str] = {}  # as logged -> DVCLive's
-        self._num_listed = 0  # names that dvc.yaml was written for
+    _live: Any
+    _names: dict[str, str]  # as logged -> DVCLive's
+    _num_listed: int = 0  # names that dvc.yaml was written for
 
     @staticmethod
     def directory_of(given: Any) -> Path:

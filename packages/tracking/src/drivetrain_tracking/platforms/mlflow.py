@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.platforms.platform import Platform, load_library
@@ -51,11 +50,9 @@ class MLflowTracker(Platform[MLflowOptions]):
     options_type = MLflowOptions
     media_kinds = ALL_MEDIA
 
-    def __init__(self, directory: Path | str) -> None:
-        super().__init__(directory)
-        self._client: Any = None
-        self._run_id = ""
-        self._last_milliseconds = 0
+    _client: Any
+    _run_id: str
+    _last_milliseconds: int
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Connect to the store, and create the run or open it again."""

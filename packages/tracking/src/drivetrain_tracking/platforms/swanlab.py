@@ -55,11 +55,9 @@ class SwanLabTracker(Platform[SwanLabOptions]):
     options_type = SwanLabOptions
     media_kinds = frozenset({"image", "figure", "video", "table", "histogram", "text", "artifact"})
 
-    def __init__(self, directory: Path | str) -> None:
-        super().__init__(directory)
-        self._run: Any = None
-        self._run_name = ""
-        self._step = -1
+    _run: Any
+    _run_name: str
+    _step: int = -1
 
     @staticmethod
     def directory_of(given: Any) -> Path:

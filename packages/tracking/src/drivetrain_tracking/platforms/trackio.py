@@ -46,13 +46,11 @@ class TrackioTracker(Platform[TrackioOptions]):
     options_type = TrackioOptions
     media_kinds = ALL_MEDIA
 
-    def __init__(self, directory: Path | str) -> None:
-        super().__init__(directory)
-        self._project = ""
-        self._run_name = ""
-        self._run_id = ""
-        self._config: dict[str, Plain] = {}
-        self._attempts: set[int] = set()
+    _project: str
+    _run_name: str
+    _run_id: str
+    _config: dict[str, Plain]
+    _attempts: set[int]  # whose configuration is written
 
     @staticmethod
     def directory_of(given: Any) -> Path:

@@ -59,11 +59,9 @@ class WandbTracker(Platform[WandbOptions]):
     joining_variables = ("WANDB_SERVICE",)
     media_kinds = ALL_MEDIA
 
-    def __init__(self, directory: Path | str) -> None:
-        super().__init__(directory)
-        self._run: Any = None
-        self._run_name = ""
-        self._num_rows = 0
+    _run: Any
+    _run_name: str
+    _num_rows: int = 0
 
     @staticmethod
     def directory_of(given: Any) -> Path:
@@ -128,11 +126,6 @@ class WandbTracker(Platform[WandbOptions]):
         self._run.finish(exit_code=self.state_word or 0)
 
     def _init(self, wandb: Any, run_name: str, run_id: str | None, config: Mapping[str, Plain]) -> Any:
-        if WANDB_FLUSH_SETTING not in wandb.Settings.model_fields:
-            raise RuntimeError(
-                f"wandb {wandb.__version__} writes a run's file every 32 KiB only: a kill would lose records. Run "
-                "pip install 'wandb>=0.31', or pass a run of your own to WandbTracker.of(run)"
-            )
         options = asdict(self._options)
         options["mode"] = options["mode"] or (None if wandb.login(prompt=False) else "offline")
         options["tags"] = tuple(options["tags"]) or None

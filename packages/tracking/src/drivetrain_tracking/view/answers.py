@@ -70,12 +70,8 @@ def describe_details(run: RunIndex) -> dict[str, Any]:
             "media": [
                 {
                     "id": first + index,
-                    "name": medium.name,
-                    "kind": medium.kind,
-                    "step": medium.step,
-                    "caption": medium.caption,
+                    **{name: getattr(medium, name) for name in ("name", "kind", "step", "caption", "data")},
                     "has_file": medium.file is not None,
-                    "data": medium.data,
                 }
                 for index, medium in enumerate(facts.media[first:])
             ],
