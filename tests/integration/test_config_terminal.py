@@ -72,8 +72,6 @@ def test_arrow_keys_and_enter_choose_and_what_is_chosen_raises_its_questions(
     terminal.press(ENTER)
     terminal.wait_for("Keep shards")
     terminal.press(ENTER)
-    terminal.wait_for("Recompute activations")
-    terminal.press(ENTER)
     terminal.wait_for("Set anything else")
     terminal.press(ENTER)
     assert terminal.end() == 0
@@ -82,7 +80,6 @@ def test_arrow_keys_and_enter_choose_and_what_is_chosen_raises_its_questions(
         "launch": {"num_processes": 2, "num_nodes": 1},
         "run": {"backend": "fsdp", "gradient_accumulation_steps": 4},
         "fsdp": {"strategy": "full_shard", "offload": False},
-        "model": {"activation_checkpointing": "none"},
         "state": {"device": "cpu"},
     }
     assert "# Why: given by --state-device." in (tmp_path / "drivetrain.yaml").read_text()

@@ -1,7 +1,7 @@
 import pytest
 
 from drivetrain.settings import RunSettings
-from drivetrain_backends.settings import FSDPSettings
+from drivetrain_backends.settings import FSDPSettings, ModelSettings
 from drivetrain_deepspeed.settings import DeepSpeedSettings
 from drivetrain_plan.choice import PlanChoice
 from drivetrain_state.mesh import ParallelDims
@@ -27,6 +27,7 @@ def test_a_choice_has_settings_that_a_run_accepts(choice: PlanChoice, backend: s
     sections = choice.sections("bf16")
     kinds = {
         "run": RunSettings, "parallel": ParallelDims, "fsdp": FSDPSettings, "deepspeed": DeepSpeedSettings,
+        "model": ModelSettings,
     }  # fmt: skip
     for section, fields in sections.items():
         kinds[section](**fields)

@@ -77,7 +77,7 @@ def test_on_eight_devices_processes_precision_and_backend_are_asked() -> None:
     assert asked["launch.num_processes"] is None
     assert asked["run.mixed_precision"] == "bf16"
     assert asked["run.backend"] == "auto"
-    assert not [name for name in asked if name.startswith(("fsdp.", "deepspeed.", "ddp.", "model."))]
+    assert not [name for name in asked if name.startswith(("fsdp.", "deepspeed.", "ddp."))]
 
 
 def test_one_old_device_leaves_no_choice_of_processes_and_backend() -> None:
@@ -103,10 +103,10 @@ def test_without_an_accelerator_no_precision_is_asked_and_one_process_recommende
 @pytest.mark.parametrize(
     ("said", "more"),
     [
-        ({"run.backend": "fsdp"}, ["fsdp.strategy", "fsdp.offload", "model.activation_checkpointing"]),
+        ({"run.backend": "fsdp"}, ["fsdp.strategy", "fsdp.offload"]),
         (
             {"run.backend": "deepspeed"},
-            ["deepspeed.stage", "deepspeed.offload_optimizer", "model.activation_checkpointing"],
+            ["deepspeed.stage", "deepspeed.offload_optimizer"],
         ),
         (
             {"run.backend": "deepspeed", "deepspeed.stage": 3, "deepspeed.offload_param": "nvme"},
@@ -115,18 +115,17 @@ def test_without_an_accelerator_no_precision_is_asked_and_one_process_recommende
                 "deepspeed.offload_optimizer",
                 "deepspeed.offload_param",
                 "deepspeed.nvme_path",
-                "model.activation_checkpointing",
             ],
         ),
         (
             {"run.backend": "deepspeed", "deepspeed.stage": 0},
-            ["deepspeed.stage", "model.activation_checkpointing"],
+            ["deepspeed.stage"],
         ),
     ],
 )
 def test_a_backends_questions_come_when_it_is_chosen(said: dict[str, Any], more: list[str]) -> None:
     asked = answered(EIGHT, said)
-    assert [name for name in asked if name.startswith(("fsdp.", "deepspeed.", "ddp.", "model."))] == more
+    assert [name for name in asked if name.startswith(("fsdp.", "deepspeed.", "ddp."))] == more
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from drivetrain_memory import read_summaries
-from drivetrain_memory.cli.live_line import LiveLine, usage_line
 from drivetrain_memory.cli.watch import WatchArguments, run
+from drivetrain_memory.cli.watch_line import WatchLine, usage_line
 
 TAKES = (
     "import mmap, time\n"
@@ -109,7 +109,7 @@ class Terminal(StringIO):
 
 
 def shown(output: StringIO) -> str:
-    line = LiveLine(output)
+    line = WatchLine(output)
     for tenth in range(120):
         line.show({**SAMPLE, "seconds": tenth / 10}, 2e9)
     line.end("the end")

@@ -27,19 +27,3 @@ ask_offload = _always(
     "a step that waits for the host's memory is several times slower; say yes if shards do not fit",
     "Keep shards and optimizer states in host memory between uses?",
 )
-
-
-def ask_activation_checkpointing(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask what is computed again in backward, where the backend is one for models that are large."""
-    if known.get("run.backend") not in ("fsdp", "deepspeed"):
-        return None
-    return {
-        "value": "none",
-        "why": "recomputing costs time, and is for activations that do not fit the memory",
-        "text": "Recompute activations in backward?",
-        "choices": {
-            "none": "keeps all activations",
-            "full": "keeps those between blocks, about a third more compute",
-            "selective": "recomputes all but matrix products and attention",
-        },
-    }

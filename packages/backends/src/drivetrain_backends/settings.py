@@ -22,7 +22,6 @@ class ModelSettings:
         "none",
         "Recomputation of activations in backward: full for each block, selective for all but matrix products and "
         "attention.",
-        ask="ask_activation_checkpointing",
     )
     compile: Literal["none", "blocks", "whole"] = _setting(
         "none", "What torch.compile takes as one: each block by itself, or the whole model."

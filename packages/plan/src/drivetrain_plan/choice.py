@@ -160,7 +160,7 @@ class PlanChoice:
         if self.accumulation > 1 and self.pipeline == 1:
             run["gradient_accumulation_steps"] = self.accumulation
         found: dict[str, dict[str, Any]] = {"run": run}
-        if self.checkpointing != "none":
+        if self.checkpointing != "none" and not self.is_built:
             found["model"] = {"activation_checkpointing": self.checkpointing}
         if (dims := self.dims()) is not None:
             fields = {name: getattr(dims, name) for name in dims.__slots__}

@@ -8,7 +8,6 @@ the backend and by a plain loop over all ranks' micro-batches, and compares ever
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,6 @@ from drivetrain_backends.errors import NonFiniteGradientError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow, NonFiniteGradients
 from drivetrain_backends.modules.block_changes import BlockChanges
 from drivetrain_backends.protocol import Backend
-from drivetrain_backends.settings import ModelSettings
 from drivetrain_backends.state_dict.full_tensors import full_state_dict
 from drivetrain_backends.testing.average_check import check_average
 from drivetrain_backends.testing.reference_training import (
@@ -28,6 +26,7 @@ from drivetrain_backends.testing.reference_training import (
     RATE,
     Case,
     UsedGradients,
+    changed,
     discriminator_loss,
     gan_batches,
     generator_loss,
@@ -46,9 +45,6 @@ from drivetrain_precision import PrecisionSettings, choose_policy, supported_mod
 from drivetrain_state import Context
 
 _SCALING = PrecisionSettings(initial_scale=256.0)  # low enough that no step overflows and is skipped
-
-
-_changed = partial(ModelSettings, blocks=("first", "last"))
 
 
 class BackendContract:
@@ -84,11 +80,9 @@ class BackendContract:
         "count": Case(windows=[1] * 4, counted=True),
         "tied weights": Case(windows=[2] * 20, accumulation=2, tied=True),
         "frozen layer": Case(windows=[2] * 20, accumulation=2, frozen=True),
-        "recomputed": Case(
-            windows=[2] * 4, accumulation=2, changes=_changed(activation_checkpointing="full")
-        ),
-        "recomputed in part": Case(windows=[1] * 4, changes=_changed(activation_checkpointing="selective")),
-        "compiled": Case(windows=[1] * 4, changes=_changed(compile="blocks", compile_backend="eager")),
+        "recomputed": Case(windows=[2] * 4, accumulation=2, changes=changed(activation_checkpointing="full")),
+        "recomputed in part": Case(windows=[1] * 4, changes=changed(activation_checkpointing="selective")),
+        "compiled": Case(windows=[1] * 4, changes=changed(compile="blocks", compile_backend="eager")),
         "fp16": Case(windows=[1] * 4, mode="fp16"),
         "fp16, count, accumulated, clipped": Case(
             windows=[2, 2, 1], accumulation=2, counted=True, clip=0.5, mode="fp16"

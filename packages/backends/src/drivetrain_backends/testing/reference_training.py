@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ from drivetrain_backends.settings import ModelSettings
 
 NUM_FEATURES = 6
 RATE, MOMENTUM = 0.1, 0.9
+changed = partial(ModelSettings, blocks=("first", "last"))  # of the layers below
 _UNCHANGED = ModelSettings()
 Window: TypeAlias = list[list[tuple[Tensor, Tensor]]]  # [micro-batch][rank] -> (x, y)
 

@@ -8,11 +8,12 @@ from functools import partial
 from inspect import currentframe
 from types import FrameType
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain_backends import AccumulationWindow, PreparedOptimizer
@@ -49,6 +50,7 @@ class LoopWords:
         self._has_begun = False
         self._trained_on: ref[Any] | None = None  # the loader of the first loss
         self._watched: WeakSet[PreparedOptimizer] = WeakSet()
+        self._handles: WeakKeyDictionary[PreparedOptimizer, RemovableHandle] = WeakKeyDictionary()
         self._stepped: WeakSet[PreparedOptimizer] = WeakSet()
         self._uncleared: WeakSet[PreparedOptimizer] = WeakSet()  # of these, those whose gradients still stand
 
@@ -58,7 +60,7 @@ class LoopWords:
             if optimizer not in self._watched:
                 self._watched.add(optimizer)
                 optimizer.before_step = partial(self._before_step, ref(optimizer))
-                _tell_step_past(optimizer.optimizer)
+                self._handles[optimizer] = optimizer.optimizer.register_step_pre_hook(_StepPast())
 
     def begin_backward(self) -> None:
         """Look at the loop of the first loss, and at what was cleared before this one."""
@@ -114,6 +116,7 @@ class LoopWords:
         optimizer.is_cleared, self._has_backward = False, False
         if is_second := optimizer in self._stepped:
             self._uncleared.discard(optimizer)
+            self._handles.pop(optimizer).remove()
         else:
             self._stepped.add(optimizer)
             self._uncleared.add(optimizer)
@@ -125,23 +128,25 @@ class LoopWords:
             logger.warning(words, _line_of(_caller()), what)
 
 
-def _tell_step_past(optimizer: Optimizer) -> None:
-    """Tell once if the loop steps a user's optimizer, and not the one that prepare() returned."""
+class _StepPast:
+    """A hook that tells once if the loop steps a user's optimizer, and not the one that `prepare` returned."""
 
-    def look(stepped: Optimizer, *_: Any) -> None:
+    def __init__(self) -> None:
+        self._has_told = False
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Look for a step of a prepared optimizer around this one."""
         frame = currentframe()
         while frame is not None and frame.f_code is not PreparedOptimizer.step.__code__:
             frame = frame.f_back
-        if frame is None:
+        if frame is None and not self._has_told:
+            self._has_told = True
             logger.warning(
                 "%s: the loop steps the %s that was passed to prepare(), and not the one that prepare() returned: it "
                 "steps in open windows too, before gradients are averaged over ranks and the loss scale is removed. "
                 "Step the returned one",
-                _line_of(_caller()), type(stepped).__name__,
+                _line_of(_caller()), type(optimizer).__name__,
             )  # fmt: skip
-        handle.remove()
-
-    handle = optimizer.register_step_pre_hook(look)
 
 
 def _has_gradients(optimizer: PreparedOptimizer) -> bool:

@@ -12,7 +12,7 @@ from types import FrameType
 
 import psutil
 
-from drivetrain_memory.cli.live_line import LiveLine
+from drivetrain_memory.cli.watch_line import WatchLine
 from drivetrain_memory.peaks.process_peak import read_high_water
 from drivetrain_memory.report.page import write_page
 from drivetrain_memory.report.quantities import bytes_text, seconds_text
@@ -64,7 +64,7 @@ def run(arguments: WatchArguments) -> int:
     with _forward_signals(process):
         # The program owns stdout: what is shown here goes beside it.
         try:
-            watch = _Watch(arguments, process.pid, LiveLine(sys.stderr))
+            watch = _Watch(arguments, process.pid, WatchLine(sys.stderr))
             while process.poll() is None and watch.look():
                 time.sleep(arguments.interval)
             process.wait()
@@ -78,7 +78,7 @@ def run(arguments: WatchArguments) -> int:
 def _watch_process(arguments: WatchArguments, pid: int) -> int:
     if not psutil.pid_exists(pid):
         return _fail(f"no process {pid}: `ps` lists those that run", _USAGE)
-    watch = _Watch(arguments, pid, LiveLine(sys.stdout))
+    watch = _Watch(arguments, pid, WatchLine(sys.stdout))
     try:
         while watch.look():
             time.sleep(arguments.interval)
@@ -91,7 +91,7 @@ def _watch_process(arguments: WatchArguments, pid: int) -> int:
 class _Watch:
     """A watch in progress."""
 
-    def __init__(self, arguments: WatchArguments, pid: int, line: LiveLine) -> None:
+    def __init__(self, arguments: WatchArguments, pid: int, line: WatchLine) -> None:
         self._folder, self._pid, self._line = Path(arguments.out), pid, line
         self._recorder = SampleRecorder(
             UsageSampler(pid), rank=0, interval_seconds=arguments.interval, file=samples_file(self._folder, 0)

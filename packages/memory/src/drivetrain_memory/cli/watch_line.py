@@ -12,7 +12,7 @@ _LINE_SECONDS = 5.0  # between two lines that stay
 _IN_PLACE = "\r\x1b[2K"  # to the line's begin, which is cleared
 
 
-class LiveLine:
+class WatchLine:
     """The output of a watch in progress."""
 
     def __init__(self, stream: TextIO) -> None:
