@@ -55,7 +55,7 @@ def test_a_run_goes_on_as_if_nothing_had_been_tried(backend: str) -> None:
         noise = gradient_noise(run.accelerator, run.model, run.loader, loss=loss_of, num_batches=4)
         assert noise.noise > 0
     assert found.rates[0] == pytest.approx(1e-4)
-    assert 1e-4 < found.steepest < 1
+    assert 1e-4 < found.suggestion < 1
     assert len(found.rates) < 60  # it has diverged
     for name, value in run.train().items():
         assert torch.equal(value, plain[name]), name
@@ -103,4 +103,12 @@ def test_too_few_batches_are_refused() -> None:
     run = Run()
     with pytest.raises(ValueError, match="the loader gave 32"):
         gradient_noise(run.accelerator, run.model, run.loader, loss=loss_of, num_batches=33)
+    run.accelerator.end_training()
+
+
+def test_a_loader_that_was_not_prepared_is_refused() -> None:
+    run = Run()
+    for probe in (find_learning_rate, gradient_noise):
+        with pytest.raises(TypeError, match=r"of type DataLoader: pass the one that prepare\(\) returned"):
+            probe(run.accelerator, run.model, DataLoader(range(4)), loss=loss_of)  # type: ignore[arg-type]
     run.accelerator.end_training()

@@ -106,13 +106,14 @@ def test_blocks_are_named_by_their_class_or_by_a_pattern_of_their_names(blocks: 
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch's, compiling again
-def test_what_was_compiled_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "drivetrain")
-    accelerator, model, _ = start("single", COMPILED, model_of())
+def test_what_was_compiled_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    sections: Any = {"model": COMPILED, "run": {"show_plan": True}}
+    accelerator = accelerator_of("single", sections=sections)
+    model = accelerator.prepare(model_of())
     for size in (2, 3):
         model(torch.ones(size, 6))
     accelerator.end_training()
-    (said,) = [record.message for record in caplog.records if record.message.startswith("torch.compile")]
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("compiled")]
     assert "graphs in" in said
     assert "of them again, the last since" in said
     assert "tensor 'args[0]'" in said

@@ -36,21 +36,19 @@ class LearningRates:
     losses: Sequence[float]
 
     @property
-    def steepest(self) -> float:
-        """The rate around which the loss falls most over a tenth of the steps: a start for the highest rate.
+    def suggestion(self) -> float:
+        """A tenth of the rate at which the loss is lowest: a start for the highest rate of a schedule.
 
         Raises:
             ValueError: The loss has fallen nowhere.
         """
         lowest = min(range(len(self.losses)), key=self.losses.__getitem__)
-        width = max(1, len(self.losses) // 10)
-        falls = [self.losses[i] - self.losses[i + width] for i in range(lowest - width + 1)]
-        if not falls:
+        if lowest == 0:
             raise ValueError(
                 f"the loss falls at no rate from {self.rates[0]:.3g} to {self.rates[-1]:.3g}: begin lower, or look "
                 "at the data"
             )
-        return self.rates[max(range(len(falls)), key=falls.__getitem__) + width // 2]
+        return self.rates[lowest] / 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +94,10 @@ def find_learning_rate(
         num_steps: The number of optimizer steps, at least 2.
 
     Raises:
+        TypeError: The loader is not prepared.
         ValueError: A number is out of range, the loader is empty, or ranks on several hosts share no `project_dir`.
     """
+    _check_loader(loader)
     if not (0 < lowest < highest and num_steps > 1):
         raise ValueError(
             f"find_learning_rate(lowest={lowest!r}, highest={highest!r}, num_steps={num_steps!r}): the rates rise "
@@ -144,9 +144,11 @@ def gradient_noise(
         num_batches: The number of batches, at least 2.
 
     Raises:
+        TypeError: The loader is not prepared.
         ValueError: The loader has too few batches, or no known batch size.
         AccumulationError: The backend's accumulation cannot be changed, as DeepSpeed's.
     """
+    _check_loader(loader)
     before = accelerator.gradient_accumulation_steps
     accelerator.gradient_accumulation_steps = num_batches
     try:
@@ -203,6 +205,11 @@ def _make_folder(accelerator: Accelerator) -> Path:
             project.mkdir(parents=True, exist_ok=True)
         made = tempfile.mkdtemp(prefix="drivetrain-probe-", dir=project)
     return Path(broadcast_object(context, made) or "")
+
+
+def _check_loader(loader: object) -> None:
+    if not isinstance(loader, ShardedLoader):
+        raise TypeError(f"a loader of type {type(loader).__name__}: pass the one that prepare() returned")
 
 
 def _batches(loader: ShardedLoader[Any]) -> Iterator[Any]:

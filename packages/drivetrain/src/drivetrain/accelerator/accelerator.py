@@ -407,8 +407,6 @@ class Accelerator(Ranks, Training, Saving, Hub, Results):
         batch = parts.reading.plan(loader)
         if batch is not None and not batch.even:
             loss, count = weigh(loss, count, batch, parts.shard.index)
-        if self._loss_watch is not None:
-            self._loss_watch.note(loss)
         if parts.words is not None:
             parts.words.begin_backward()
         options = ONCE
@@ -427,6 +425,8 @@ class Accelerator(Ranks, Training, Saving, Hub, Results):
         finally:
             if is_heard:
                 progress.note(ProgressMark.BACKWARD_DONE)
+        if self._loss_watch is not None:
+            self._loss_watch.note(loss)
 
     def train_step(
         self,

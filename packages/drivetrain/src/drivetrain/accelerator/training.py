@@ -1,6 +1,7 @@
 """Lengths of schedules, clipping, manual gradients, the loss scale and the batch size that fits."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from math import ceil
@@ -75,9 +76,11 @@ class Training(HasParts):
         backend.load_state_dict({**backend.state_dict(), "scaler": state})
 
     def _tell_compiled(self) -> None:
-        """Say what was compiled, and what it took."""
-        if self.context.topology.is_main and (said := self._parts.changes.compiled()) is not None:
-            logger.info("torch.compile: %s", said)
+        """Print what was compiled, and what it took, if the run prints its plan."""
+        settings = self._parts.settings
+        is_shown = self.context.topology.is_main and (settings.show_plan or settings.verbose)
+        if is_shown and (said := self._parts.changes.compiled()) is not None:
+            sys.stderr.write(f"compiled {said}\n")
 
     def _tell_unreached(self) -> None:
         """Warn of schedules that training did not complete."""

@@ -43,6 +43,7 @@ class Hub(HasParts):
 
         Raises:
             HubError: The upload failed; the Hub shows all of it or nothing.
+            FileNotFoundError: There is no such folder.
             NoCheckpointError, CorruptCheckpointError, ValueError: The folder holds no complete export, or a run.
             ImportError: huggingface_hub is not installed; `drivetrain[hub]` brings it.
             OtherRankFailedError: The main process failed; the message holds its error.

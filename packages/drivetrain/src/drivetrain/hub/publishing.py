@@ -31,7 +31,7 @@ def push(
     """Upload an export with a card by `upload`, on rank 0; see `Accelerator.push_to_hub`. Called on all ranks."""
 
     def push_on_main() -> str:
-        export, files = describe_export(folder), files_to_push(folder)
+        files, export = files_to_push(folder), describe_export(folder)
         return upload(lambda repo_id: _with_card(files, repo_id, export, parts, card_data))
 
     action = push_on_main if parts.context.topology.is_main else None

@@ -25,8 +25,13 @@ def files_to_push(folder: Path) -> Files:
     """Return the files of an export by their names in a repository; hidden ones are left out.
 
     Raises:
+        FileNotFoundError: There is no such folder.
         ValueError: The folder holds a log, a plan or a checkpoint of a run.
     """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"push_to_hub({str(folder)!r}): there is no such folder; save_model writes one"
+        )
     found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files = {
         name.as_posix(): path
@@ -124,6 +129,8 @@ def _hub_errors(doing: str, advice: str) -> Generator[None]:
         raise
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
+        if type(error).__name__ == "HFValidationError":
+            advice = "give a name such as 'owner/name'"
         if status in (401, 403):
             advice = f"the token may not do this: with one that may, {_LOG_IN}"
         # A file that could not be uploaded: only the cause says why.

@@ -9,6 +9,7 @@ from drivetrain.plan.effective_plan import EffectivePlan
 _WIDTH = 110
 _MOST = 3  # choices shown; plan.json has all
 _COLUMN = 9
+_CHANGES = ("model.activation_checkpointing", "model.compile")
 # Facts of how the model is divided, and of what was chosen for it beside settings.
 _DIVIDED, _CHOSEN = ("layers", "sequences", "fp8 layers"), ("plan",)
 
@@ -23,9 +24,11 @@ def summarize(plan: EffectivePlan, *, whole: str) -> str:
     facts = {name: str(fact) for name, fact in plan.facts.items()}
     by_name = {row.setting: row for row in plan.rows}
     divided = [f"{name} {facts[name]}" for name in _DIVIDED if name in facts]
+    changed = [f"{name}={by_name[name].applied}" for name in _CHANGES if name in by_name]
     trains = [
         f"{facts['processes']}, {facts['device']}: {facts['backend']} in {facts['precision']}",
         *divided,
+        *(text for text in changed if not text.endswith("=none")),
     ]
     lines = _entry("trains", "; ".join(trains))
     if (batch := _trained_batch(facts)) is not None:

@@ -33,8 +33,9 @@ _SIGNALS = {
     "host)",
     "SIGSEGV": "a crash in native code; the stack that faulthandler printed says where",
     "SIGBUS": "most likely shared memory (/dev/shm) is full; fewer loader workers, or a larger /dev/shm, help",
-    "SIGABRT": "native code aborted; its message is above. If it mentions a data size, the ranks called a "
-    "collective with different shapes: --state-debug shows each rank's",
+    "SIGABRT": "native code aborted; its message is above, and the lines of Python under it. If it mentions a data "
+    "size, the ranks called different collectives, or one with different shapes: `drivetrain lint` finds a "
+    "collective that some ranks skip, and --state-debug names each rank's",
     "SIGFPE": "an arithmetic error in native code",
     "SIGILL": "an instruction that this CPU does not have: a library was built for another",
     "SIGTERM": "a user or the scheduler asked it to stop",

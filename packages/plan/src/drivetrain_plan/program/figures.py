@@ -102,7 +102,7 @@ def extrapolate(least: StepFigures, more: Sequence[StepFigures], wanted: Sequenc
     Example:
         >>> two, three = StepFigures(weights=20), StepFigures(weights=25)
         >>> extrapolate(two, [three], wanted=[30]).weights
-        170.0
+        170
     """
     found = least
     for figures, times in zip(more, wanted, strict=True):
