@@ -134,8 +134,15 @@ def test_what_fails_leaves_nothing_visible_and_says_what_to_do(
     def push(name: str = "me/tiny", folder: Path = export, **options: Any) -> str:
         return accelerator.push_to_hub(folder, name, **{"endpoint": hub.url, "token": TOKEN, **options})
 
-    with pytest.raises(NoCheckpointError, match="project"):
+    with pytest.raises(FileNotFoundError, match="there is no such folder; save_model writes one"):
+        push(folder=tmp_path / "missing")
+    with pytest.raises(ValueError, match=r"holds log\.jsonl of a run"):
         push(folder=tmp_path / "project")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoCheckpointError, match="empty"):
+        push(folder=tmp_path / "empty")
+    with pytest.raises(HubError, match="give a name such as 'owner/name'"):
+        push("bad name!!")
     (export / "logs").mkdir()
     (export / "logs/plan.json").touch()
     with pytest.raises(

@@ -1,5 +1,6 @@
 """Early stopping: the end of training when a metric no longer improves, decided alike on all ranks."""
 
+from collections.abc import Mapping
 from math import inf
 from typing import Any, Literal
 
@@ -65,6 +66,6 @@ class EarlyStopping:
         """Return what a resumed run goes on with."""
         return {"best": self.best, "num_bad": self.num_bad}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`."""
         self.best, self.num_bad = state_dict["best"], state_dict["num_bad"]
