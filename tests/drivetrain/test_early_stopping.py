@@ -41,6 +41,15 @@ def test_all_ranks_follow_the_first_and_a_resumed_run_goes_on_counting(tmp_path:
     accelerator.end_training()
 
 
+def test_several_have_names_of_their_own() -> None:
+    accelerator = Accelerator(cpu=True, sections=QUIET)
+    EarlyStopping(accelerator)
+    with pytest.raises(ValueError, match="early_stopping"):
+        EarlyStopping(accelerator)
+    EarlyStopping(accelerator, name="stop_at_accuracy", mode="max")
+    accelerator.end_training()
+
+
 @pytest.mark.parametrize("wrong", [{"patience": 0}, {"min_delta": -1.0}, {"mode": "lowest"}])
 def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     accelerator = Accelerator(cpu=True, sections=QUIET)

@@ -75,8 +75,10 @@ def test_accumulated_steps_and_a_project_are_left_as_they_were(tmp_path: Path) -
 
 def test_the_noise_of_gaussian_gradients_is_found() -> None:
     accelerator = Accelerator(cpu=True, seed=0, sections=QUIET)
-    data = torch.randn(8192, 10, generator=torch.Generator().manual_seed(0)) + 0.5
-    model, optimizer, loader = nn.Linear(10, 1, bias=False), None, DataLoader(data, batch_size=64)
+    data = (
+        torch.randn(8193, 10, generator=torch.Generator().manual_seed(0)) + 0.5
+    )  # one in a short last batch
+    model, loader = nn.Linear(10, 1, bias=False), DataLoader(data, batch_size=64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     found = gradient_noise(
@@ -101,8 +103,43 @@ def test_rates_that_do_not_rise_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_too_few_batches_are_refused() -> None:
     run = Run()
-    with pytest.raises(ValueError, match="the loader gave 32"):
+    with pytest.raises(
+        ValueError, match="needs at least 2 whole batches of a known size, and the loader gave 32"
+    ):
         gradient_noise(run.accelerator, run.model, run.loader, loss=loss_of, num_batches=33)
+    run.accelerator.end_training()
+
+
+@pytest.mark.parametrize("probe", [find_learning_rate, gradient_noise])
+def test_an_error_in_the_loss_leaves_one_process_as_it_was(probe: Any) -> None:
+    plain = Run(gradient_accumulation_steps=2).train()
+    run, calls = Run(gradient_accumulation_steps=2), list[int]()
+
+    def fails(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            raise ZeroDivisionError
+        return loss_of(model, batch)
+
+    with pytest.raises(ZeroDivisionError):
+        probe(run.accelerator, run.model, run.loader, loss=fails)
+    found = run.train()
+    assert all(torch.equal(value, plain[name]) for name, value in found.items())
+
+
+def test_a_warm_up_from_zero_is_probed_and_a_loss_that_is_nan_is_refused() -> None:
+    run = Run()
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    found = find_learning_rate(run.accelerator, run.model, run.loader, loss=loss_of, num_steps=4)
+    assert len(found.rates) == 4
+    with pytest.raises(ValueError, match="the loss of the first step is not finite"):
+        find_learning_rate(
+            run.accelerator,
+            run.model,
+            run.loader,
+            loss=lambda model, batch: loss_of(model, batch) * torch.nan,
+        )
     run.accelerator.end_training()
 
 

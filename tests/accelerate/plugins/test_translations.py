@@ -102,7 +102,7 @@ def fsdp(**given: Any) -> Any:
     """Return the whole sections, which their own checks accept, as one."""
     section: Any = translate_fsdp.fsdp_sections(Fsdp(**given))
     FSDPSettings(**section)
-    return section | translate_fsdp.fsdp_model_section(Fsdp(**given))
+    return section | translate_fsdp.fsdp_model_section(Fsdp(**given), section)
 
 
 def deepspeed(**given: Any) -> Any:
@@ -289,6 +289,7 @@ def test_any_fsdp_plugin_gives_a_section_or_an_error(
     section = fsdp(**given)
     assert section.get("offload") == offload
     assert section.get("activation_checkpointing", "none") == ("full" if checkpointing else "none")
+    assert section.get("blocks") == (section.get("wrap") or None if checkpointing else None)
     said = tuple(names) if names else None
     if policy == "transformer_based_wrap":
         assert section.get("wrap") == said

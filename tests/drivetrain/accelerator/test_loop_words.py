@@ -157,3 +157,48 @@ def test_two_optimizers_in_turns_are_not_told_of(caplog: pytest.LogCaptureFixtur
             first.step()
     assert caplog.messages == []
     accelerator.end_training()
+
+
+def test_two_backwards_before_two_steps_and_training_metrics_are_not_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    accelerator = Accelerator(cpu=True, seed=0, sections=QUIET)
+    models = [nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.1)) for _ in range(2)]
+    for model in models:
+        nn.init.zeros_(model[0].weight)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    first, second, one, other = accelerator.prepare(*models, *optimizers)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):  # a loader of its own for each epoch
+            for inputs, _ in accelerator.prepare(DataLoader(data(), batch_size=4)):
+                found = second(first(inputs).expand(-1, 4))
+                accelerator.backward(found.square().mean(), model=(first, second))
+                one.step()
+                other.step()
+                one.zero_grad()
+                other.zero_grad()
+                with torch.no_grad():
+                    accelerator.gather_for_metrics(found)
+        accelerator.free_memory()
+        optimizers[0].step()
+    assert caplog.messages == []
+    accelerator.end_training()
+
+
+def test_an_optimizer_that_steps_seldom_costs_later_backwards_nothing() -> None:
+    accelerator = Accelerator(cpu=True, seed=0, sections=QUIET)
+    seldom, often = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (seldom, often)]
+    seldom, often, rare, usual = accelerator.prepare(seldom, often, *optimizers)
+    for step in range(30):
+        accelerator.backward(
+            (seldom(torch.ones(1, 2)) + often(torch.ones(1, 2))).mean(), model=(seldom, often)
+        )
+        usual.step()
+        usual.zero_grad()
+        if step == 0:
+            rare.step()
+    words = accelerator._parts.words
+    assert words is not None
+    assert not words._uncleared
+    accelerator.end_training()

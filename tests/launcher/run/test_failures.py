@@ -75,7 +75,7 @@ def test_the_traceback_is_shown_with_its_rank_unless_the_scripts_own_hook_showed
         (
             {"exit_code": -9},
             1,
-            "SIGKILL: by another process or user, or by the kernel for lack of memory (no such",
+            "SIGKILL: by another process or user, or by the kernel for lack of memory where that",
         ),
         ({"exit_code": -11}, 1, "SIGSEGV: a crash in native code"),
         ({"exit_code": -7}, 1, "SIGBUS: most likely shared memory"),

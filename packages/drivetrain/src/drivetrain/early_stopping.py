@@ -16,13 +16,14 @@ class EarlyStopping:
         patience: The evaluations without an improvement after which training stops, at least 1.
         min_delta: The change, at least 0, that a value must exceed to be an improvement.
         mode: "min" if lower values are better, such as losses; "max" for scores.
+        name: Its name in checkpoints, where a run has several.
 
     Attributes:
         best: The best value so far; infinite before the first.
         num_bad: The number of evaluations since the best value.
 
     Raises:
-        ValueError: A number is out of range, or `mode` is neither "min" nor "max".
+        ValueError: A number is out of range, `mode` is neither "min" nor "max", or the name is taken.
 
     Example:
         >>> stopping = EarlyStopping(Accelerator(cpu=True), patience=2)
@@ -37,6 +38,7 @@ class EarlyStopping:
         patience: int = 3,
         min_delta: float = 0.0,
         mode: Literal["min", "max"] = "min",
+        name: str = "early_stopping",
     ) -> None:
         if patience < 1 or not min_delta >= 0 or mode not in ("min", "max"):
             raise ValueError(
@@ -46,7 +48,7 @@ class EarlyStopping:
         self.patience, self.min_delta, self.mode = patience, min_delta, mode
         self.best, self.num_bad = inf if mode == "min" else -inf, 0
         self._context = accelerator.context
-        accelerator.register_for_checkpointing(self)
+        accelerator.register_for_checkpointing(**{name: self})
 
     def should_stop(self, value: float) -> bool:
         """Count an evaluation, and return whether training stops. Called on all ranks; rank 0's value decides.

@@ -82,7 +82,8 @@ def find_learning_rate(
     """Train with a learning rate that rises at each step, and put everything back. Called on all ranks.
 
     Ends early where the loss has become four times the lowest, or is not finite. Rates of several groups keep their
-    ratios. Schedulers do not step. The state is kept in a checkpoint below `project_dir`, or in a temporary folder.
+    ratios. Schedulers do not step. The state is kept in a checkpoint below `project_dir`, or in a temporary folder;
+    after an error, one process is put back, and several ranks are not.
 
     Args:
         accelerator: The Accelerator of the run.
@@ -95,7 +96,8 @@ def find_learning_rate(
 
     Raises:
         TypeError: The loader is not prepared.
-        ValueError: A number is out of range, the loader is empty, or ranks on several hosts share no `project_dir`.
+        ValueError: A number is out of range, the loader is empty, the first loss is not finite, no optimizer trains
+            the model, a window is open, or ranks on several hosts share no `project_dir`.
     """
     _check_loader(loader)
     if not (0 < lowest < highest and num_steps > 1):
@@ -106,8 +108,8 @@ def find_learning_rate(
     rates, losses = list[float](), list[float]()
     with _put_back(accelerator, model) as prepared:
         groups = [group for optimizer in prepared.optimizers for group in optimizer.param_groups]
-        top = max(float(group["lr"]) for group in groups)
-        shares = [float(group["lr"]) / top for group in groups]
+        first = [float(group["lr"]) for group in groups]
+        shares = [rate / max(first) if max(first) > 0 else 1.0 for rate in first]  # a warm-up begins at 0
         batches, running = _batches(loader), 0.0
         for step in range(num_steps):
             rate = lowest * (highest / lowest) ** (step / (num_steps - 1))
@@ -120,6 +122,10 @@ def find_learning_rate(
                 break
             rates.append(rate)
             losses.append(mean)
+    if not losses:
+        raise ValueError(
+            "find_learning_rate: the loss of the first step is not finite; look at the data and the model"
+        )
     return LearningRates(rates=rates, losses=losses)
 
 
@@ -145,7 +151,7 @@ def gradient_noise(
 
     Raises:
         TypeError: The loader is not prepared.
-        ValueError: The loader has too few batches, or no known batch size.
+        ValueError: The loader has too few whole batches, no optimizer trains the model, or a window is open.
         AccumulationError: The backend's accumulation cannot be changed, as DeepSpeed's.
     """
     _check_loader(loader)
@@ -153,12 +159,16 @@ def gradient_noise(
     accelerator.gradient_accumulation_steps = num_batches
     try:
         with _put_back(accelerator, model) as prepared:
-            batches = [batch for batch, _ in zip(loader, range(num_batches), strict=False)]
-            size = loader.total_batch_size
+            size, batches = loader.total_batch_size, list[Any]()
+            for batch in loader:
+                if loader.current is not None and sum(loader.current.sizes or ()) == size:
+                    batches.append(batch)
+                if len(batches) == num_batches:
+                    break
             if size is None or len(batches) < max(2, num_batches):
                 raise ValueError(
-                    f"gradient_noise(num_batches={num_batches!r}): needs at least 2 batches of a known size, and the "
-                    f"loader gave {len(batches)}"
+                    f"gradient_noise(num_batches={num_batches!r}): needs at least 2 whole batches of a known size, "
+                    f"and the loader gave {len(batches)}"
                 )
             small = [_squared_norm(accelerator, prepared, model, [batch], loss) for batch in batches]
             whole = _squared_norm(accelerator, prepared, model, batches, loss)
@@ -175,16 +185,27 @@ def gradient_noise(
 def _put_back(accelerator: Accelerator, model: nn.Module) -> Generator[Prepared]:
     """Run the block on a prepared model whose schedulers stand still, and load the state from before it."""
     prepared = accelerator.prepared_of(model)
+    if not prepared.optimizers or not accelerator.sync_gradients:
+        raise ValueError(
+            f"a probe of {type(prepared.unwrap()).__name__}: prepare it with its optimizer first, and probe between "
+            "two windows of accumulation"
+        )
     folder = _make_folder(accelerator)
     schedulers = list(prepared.schedulers)
     try:
         saved = accelerator.save_state(folder, background=False, at_once=True)
         prepared.schedulers.clear()
+        is_done = False
         try:
             yield prepared
+            is_done = True
         finally:
             prepared.schedulers.extend(schedulers)
-        accelerator.load_state(saved)
+            if is_done or accelerator.num_processes == 1:  # ranks that failed apart cannot load together
+                accelerator.window.reset()
+                for optimizer in prepared.optimizers:
+                    optimizer.zero_grad()
+                accelerator.load_state(saved)
         barrier(accelerator.context)
     finally:
         if accelerator.is_main_process:

@@ -202,8 +202,9 @@ def _add_fsdp(
     plugin, precision = options.fsdp_plugin, options.mixed_precision or "no"
     settings.add("run", {"backend": "fsdp"}, FSDP_PLUGIN)
     if not is_in_settings:
-        settings.add("fsdp", fsdp_sections(plugin), FSDP_PLUGIN)
-        settings.add("model", fsdp_model_section(plugin), FSDP_PLUGIN)
+        sharded = fsdp_sections(plugin)
+        settings.add("fsdp", sharded, FSDP_PLUGIN)
+        settings.add("model", fsdp_model_section(plugin, sharded), FSDP_PLUGIN)
     settings.add("precision", fsdp_precision_sections(plugin, precision, is_strict=is_strict), FSDP_PLUGIN)
     if options.parallelism_config is not None:
         settings.add("fsdp", parallelism_sections(options.parallelism_config), FSDP_PLUGIN)

@@ -1,6 +1,6 @@
 """Translate an FSDP plugin into the `fsdp` section and fields of the `precision` section."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,10 +71,14 @@ def fsdp_sections(
     return section
 
 
-def fsdp_model_section(plugin: FullyShardedDataParallelPlugin) -> dict[str, object]:
-    """Return the fields of the `model` section for a plugin."""
-    checkpoints = truth(plugin.activation_checkpointing or False, of="activation_checkpointing")
-    return {"activation_checkpointing": "full"} if checkpoints else {}
+def fsdp_model_section(
+    plugin: FullyShardedDataParallelPlugin, sharded: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the fields of the `model` section for a plugin whose `fsdp` section is `sharded`: the same blocks."""
+    if not truth(plugin.activation_checkpointing or False, of="activation_checkpointing"):
+        return {}
+    wrap = sharded.get("wrap")
+    return {"activation_checkpointing": "full", **({"blocks": wrap} if wrap else {})}
 
 
 def fsdp_precision_sections(

@@ -1,5 +1,6 @@
 """The changes that a run asks for in every model, before its backend prepares it: recomputed and compiled blocks."""
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from drivetrain_backends.modules.activation_checkpointing import (
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.settings import ModelSettings
 
+logger = logging.getLogger(__name__)
 MOST_TOLD = 64  # compilations that torch remembers
 
 
@@ -53,8 +55,11 @@ class BlockChanges:
             inner = unwrap_compiled(model)
             if any(inner is one for one in self._known):
                 continue
-            plan = plan_blocks(inner, settings.blocks, asked="model.blocks")
-            blocks = [inner.get_submodule(name) for name in plan.blocks] or [inner]
+            plan = plan_blocks(inner, settings.blocks, asked="model.blocks", others=models)
+            blocks = [inner.get_submodule(name) for name in plan.blocks]
+            if not blocks and settings.blocks is None:
+                blocks = [inner]
+                self._tell_whole(inner)
             for block in blocks:
                 self._checkpoint(block, settings.activation_checkpointing)
             for module in {"none": [], "blocks": blocks, "whole": [inner]}[settings.compile]:
@@ -82,6 +87,14 @@ class BlockChanges:
         number = f"{len(found)} graphs{' or more' if len(found) >= MOST_TOLD else ''}"
         said = f"{number} in {sum(seconds for seconds, _ in found):.3g} s"
         return said if not again else f"{said}; {len(again)} of them again, the last since {again[-1]}"
+
+    def _tell_whole(self, model: nn.Module) -> None:
+        if self._settings.activation_checkpointing != "none":
+            logger.warning(
+                "model.activation_checkpointing: %s names no blocks and has no lists, so that all of it is computed "
+                "again at once, which saves little: name classes or patterns in model.blocks",
+                type(model).__name__,
+            )
 
     def _checkpoint(self, block: nn.Module, kind: Checkpointing) -> None:
         if (

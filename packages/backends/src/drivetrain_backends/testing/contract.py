@@ -133,6 +133,7 @@ class BackendContract:
         expected = train_plainly(case, reads.size, self._dtype_of(case))
         tolerance = self.tolerance if case.mode == "no" else self.mixed_tolerance
         run = self._start(context, case)
+        assert run.is_changed(), f"{name}: the model is not what {case.changes} asks for"
         used = UsedGradients(run.weights())
         for step, _ in enumerate(run.steps()):
             plain, what, weights = expected[step], f"{name}: step {step + 1}", run.weights()

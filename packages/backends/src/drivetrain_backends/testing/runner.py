@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from drivetrain_backends.modules.activation_checkpointing import checkpointing_of
 from drivetrain_backends.modules.block_changes import BlockChanges
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.protocol import Backend, Prepared
 from drivetrain_backends.state_dict.full_tensors import full_state_dict
 from drivetrain_backends.testing.reference_training import Case, TinyModel, Window, loss_and_count
+from drivetrain_precision.compat import compiled_part
 from drivetrain_state import Context
 
 
@@ -41,6 +43,14 @@ class Run:
                 self._micro_batch(*by_rank[self.context.ranks("reads").index])
             yield
             self.losses.clear()
+
+    def is_changed(self) -> bool:
+        """Return whether the model's layers are recomputed and compiled as the case asks."""
+        asked, layer = self.case.changes, self.model.last
+        is_compiled = compiled_part(layer) is not None
+        return checkpointing_of(layer) == asked.activation_checkpointing and is_compiled == (
+            asked.compile != "none"
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's full weights."""

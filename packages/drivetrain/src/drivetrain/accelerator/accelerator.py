@@ -457,6 +457,8 @@ class Accelerator(Ranks, Training, Saving, Hub, Results):
         if model is not None:
             backward, models = partial(backward, model=model), (model,)
         with self.accumulate(*models, last=last):
+            if self._parts.words is not None:
+                self._parts.words.begin_backward()
             return train_step(trained, batch, loss=loss, max_norm=max_norm, model=model, backward=backward)
 
     @property

@@ -1,5 +1,6 @@
 """Uploads and downloads on several ranks: one transfers, and the others wait for as long as it takes."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -31,6 +32,7 @@ def push(
     """Upload an export with a card by `upload`, on rank 0; see `Accelerator.push_to_hub`. Called on all ranks."""
 
     def push_on_main() -> str:
+        json.dumps(dict(card_data))  # what is no JSON is a TypeError before anything is created
         files, export = files_to_push(folder), describe_export(folder)
         return upload(lambda repo_id: _with_card(files, repo_id, export, parts, card_data))
 

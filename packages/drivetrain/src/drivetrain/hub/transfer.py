@@ -11,7 +11,9 @@ from drivetrain_tracking.spool.line import LOG_NAME
 
 # Of a project or a checkpoint; they name hosts and paths.
 _OF_RUNS = (LOG_NAME, "plan.json", "manifest.json")
-_OF_EXPORTS = r"model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors"
+_OF_EXPORTS = (
+    r"(adapter_)?model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors|adapter_config\.json"
+)
 _LOG_IN = "run `hf auth login` where rank 0 runs, set HF_TOKEN there, or pass token=..."
 
 Files: TypeAlias = Mapping[str, Path | bytes]  # by their names in the repository

@@ -21,6 +21,7 @@ from drivetrain_backends.compat import BatchNorm
 from drivetrain_data import LoaderTracker, Shard, UnpreparedLoops
 
 logger = logging.getLogger(__name__)
+_MOST_BACKWARDS = 16  # that are looked at for what was not cleared
 
 
 class LoopWords:
@@ -46,13 +47,15 @@ class LoopWords:
         self._prepared, self._window, self._reading, self._shard = prepared, window, reading, shard
         self.keeps_logs = keeps_logs
         self._said: set[str] = set()
-        self._has_backward = False  # since the last step
-        self._has_begun = False
-        self._trained_on: ref[Any] | None = None  # the loader of the first loss
+        self._num_backwards = 0
+        self._num_gathers = 0  # of an evaluation, since the last backward
+        # The backwards that an optimizer had seen at its last step.
+        self._seen: WeakKeyDictionary[PreparedOptimizer, int] = WeakKeyDictionary()
         self._watched: WeakSet[PreparedOptimizer] = WeakSet()
         self._handles: WeakKeyDictionary[PreparedOptimizer, RemovableHandle] = WeakKeyDictionary()
-        self._stepped: WeakSet[PreparedOptimizer] = WeakSet()
-        self._uncleared: WeakSet[PreparedOptimizer] = WeakSet()  # of these, those whose gradients still stand
+        self._uncleared: WeakSet[PreparedOptimizer] = (
+            WeakSet()
+        )  # have stepped once, and gradients still stand
 
     def watch(self) -> None:
         """Look at the first steps of the optimizers that are new."""
@@ -60,32 +63,36 @@ class LoopWords:
             if optimizer not in self._watched:
                 self._watched.add(optimizer)
                 optimizer.before_step = partial(self._before_step, ref(optimizer))
-                self._handles[optimizer] = optimizer.optimizer.register_step_pre_hook(_StepPast())
+                self._handles[optimizer] = optimizer.optimizer.register_step_pre_hook(
+                    _StepPast(ref(optimizer))
+                )
 
     def begin_backward(self) -> None:
         """Look at the loop of the first loss, and at what was cleared before this one."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._trained_on = None if (loader := self._reading.current) is None else ref(loader)
-            if self._shard.count > 1 and (loop := UnpreparedLoops().innermost()) is not None:
-                logger.warning(
-                    "the model trains in the loop over %s, which is a DataLoader that was not prepared: each of %d "
-                    "shards of the data trains on all of it. Pass it to prepare(), and loop over the result",
-                    loop, self._shard.count,
-                )  # fmt: skip
-        self._has_backward = True
+        if not self._num_backwards and self._shard.count > 1 and (loop := UnpreparedLoops().innermost()):
+            logger.warning(
+                "the model trains in the loop over %s, which is a DataLoader that was not prepared: unless its data "
+                "differ by rank, each of %d shards trains on all of it. Pass it to prepare(), and loop over the "
+                "result",
+                loop, self._shard.count,
+            )  # fmt: skip
+        self._num_backwards += 1
+        self._num_gathers = 0
+        if self._num_backwards > _MOST_BACKWARDS:
+            self._uncleared.clear()
         if self._uncleared:
             for optimizer in [one for one in self._uncleared if not _has_gradients(one)]:
                 self._uncleared.discard(optimizer)
 
     def look_at_evaluation(self) -> None:
-        """Look at the mode of the models whose results are gathered."""
-        loader = self._reading.current
-        if torch.is_grad_enabled() or loader is None or loader is (self._trained_on and self._trained_on()):
+        """Look at the mode of the models whose results are gathered, of two batches without a backward between."""
+        if torch.is_grad_enabled() or self._reading.current is None:
             return
+        self._num_gathers += 1
         models = [one.unwrap() for one in self._prepared.models]
-        kinds = {type(part).__name__ for model in models for part in model.modules() if _differs(part)}
-        if kinds and all(model.training for model in models):
+        if self._num_gathers != 2 or not all(model.training for model in models):
+            return
+        if kinds := {type(part).__name__ for model in models for part in model.modules() if _differs(part)}:
             self._tell(
                 "%s: results are gathered from a model in training mode, in which %s computes otherwise than in "
                 "evaluation: call model.eval() before the loop, and model.train() after it",
@@ -105,7 +112,7 @@ class LoopWords:
         if (optimizer := of()) is None or not self._window.closing:
             return optimizer is None
         name = type(optimizer.optimizer).__name__
-        if not self._has_backward and not _has_gradients(optimizer):
+        if self._seen.get(optimizer, 0) == self._num_backwards and not _has_gradients(optimizer):
             self._tell("%s: %s steps without a gradient: call accelerator.backward(loss) before it", name)
         elif optimizer in self._uncleared and not optimizer.is_cleared:
             self._tell(
@@ -113,13 +120,13 @@ class LoopWords:
                 "after each step",
                 name,
             )
-        optimizer.is_cleared, self._has_backward = False, False
-        if is_second := optimizer in self._stepped:
+        optimizer.is_cleared = False
+        if is_second := optimizer in self._seen:
             self._uncleared.discard(optimizer)
             self._handles.pop(optimizer).remove()
         else:
-            self._stepped.add(optimizer)
             self._uncleared.add(optimizer)
+        self._seen[optimizer] = self._num_backwards
         return is_second
 
     def _tell(self, words: str, what: str) -> None:
@@ -131,11 +138,13 @@ class LoopWords:
 class _StepPast:
     """A hook that tells once if the loop steps a user's optimizer, and not the one that `prepare` returned."""
 
-    def __init__(self) -> None:
-        self._has_told = False
+    def __init__(self, prepared: ref[PreparedOptimizer]) -> None:
+        self._prepared, self._has_told = prepared, False
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Look for a step of a prepared optimizer around this one."""
+        """Look for a step of a prepared optimizer around this one, while the run holds that."""
+        if (prepared := self._prepared()) is None or prepared.is_released:
+            return
         frame = currentframe()
         while frame is not None and frame.f_code is not PreparedOptimizer.step.__code__:
             frame = frame.f_back
@@ -169,13 +178,14 @@ def _differs(module: nn.Module) -> bool:
 def _caller() -> FrameType | None:
     """Return the frame of the user's line."""
     frame = currentframe()
-    while frame is not None and _package(frame) in ("torch", "drivetrain", "contextlib"):
+    while frame is not None and _is_library(frame):
         frame = frame.f_back
     return frame
 
 
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0].partition("_")[0]
+def _is_library(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in ("torch", "contextlib") or package.partition("_")[0] == "drivetrain"
 
 
 def _line_of(frame: FrameType | None) -> str:

@@ -26,11 +26,11 @@ _AFTERMATH_WORDS = (
     "Connection refused",
     "Timed out waiting",
 )
+_CARRIERS = ("gloo", "NCCL", "nccl", "c10d", "TCPStore")
 
 # The likely cause of each signal that ends a process, and a remedy.
 _SIGNALS = {
-    "SIGKILL": "by another process or user, or by the kernel for lack of memory (no such kill is counted on this "
-    "host)",
+    "SIGKILL": "by another process or user, or by the kernel for lack of memory where that is not counted",
     "SIGSEGV": "a crash in native code; the stack that faulthandler printed says where",
     "SIGBUS": "most likely shared memory (/dev/shm) is full; fewer loader workers, or a larger /dev/shm, help",
     "SIGABRT": "native code aborted; its message is above, and the lines of Python under it. If it mentions a data "
@@ -173,8 +173,11 @@ def _frames_of(error: BaseException) -> list[Frame]:
 
 def _is_aftermath(error: str) -> bool:
     kind = error.partition(":")[0]
-    broken = any(words in error for words in _AFTERMATH_WORDS)
-    return kind.endswith(_AFTERMATH_TYPES) or (broken and not kind.endswith("OSError"))
+    # torch's; a connection of the script's own has errors of other kinds.
+    is_torchs = kind == "RuntimeError" or any(name in error for name in _CARRIERS)
+    return kind.endswith(_AFTERMATH_TYPES) or (
+        is_torchs and any(words in error for words in _AFTERMATH_WORDS)
+    )
 
 
 def _raised_by_statement(error: BaseException) -> bool:
