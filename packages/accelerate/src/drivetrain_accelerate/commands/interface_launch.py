@@ -5,7 +5,7 @@ Programs that start a launch by themselves find its command line and its variabl
 
 from argparse import REMAINDER, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,25 @@ _THROUGH = ("launch", "through")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccelerateLaunchArguments(LaunchArguments):
-    """The arguments of `drivetrain accelerate launch`, which finds Accelerate's file too."""
+class AccelerateLaunchArguments:
+    """The arguments of `drivetrain accelerate launch`."""
 
     script: str = argument(
         ..., "Script to run; a module's name with -m, a program with --no_python.", positional=True
+    )
+    arguments: tuple[str, ...] = argument(
+        (), "The script's own arguments, handed to it untouched.", rest=True
     )
     config: str = argument(
         "",
         "File of settings, drivetrain's or Accelerate's, --config_file too; none: not even one that is "
         "found. Unset: drivetrain's, where it is found, or else Accelerate's default_config.yaml.",
         brief="File of settings; none: not even a found one",
+    )
+    dry_run: bool = argument(
+        False,
+        "Print the plan, with each rank's command and environment; start nothing.",
+        brief="Print the plan; start nothing",
     )
     layers: Layers = field(default_factory=lambda: Layers({}))
 
@@ -78,7 +86,14 @@ def run(arguments: AccelerateLaunchArguments) -> int:
         entry = Entry("drivetrain_accelerate", Source("command line", "drivetrain accelerate launch"))
         through = (entry, *layers.entries.get(_THROUGH, ()))
         layers = Layers({**layers.entries, _THROUGH: through}, layers.file)
-    return launch(replace(arguments, layers=layers))
+    return launch(
+        LaunchArguments(
+            script=arguments.script,
+            arguments=arguments.arguments,
+            dry_run=arguments.dry_run,
+            layers=layers,
+        )
+    )
 
 
 def launch_command_parser(subparsers: Any = None) -> Any:
