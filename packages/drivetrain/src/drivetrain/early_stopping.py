@@ -16,7 +16,7 @@ class EarlyStopping:
         patience: The evaluations without an improvement after which training stops, at least 1.
         min_delta: The change, at least 0, that a value must exceed to be an improvement.
         mode: "min" if lower values are better, such as losses; "max" for scores.
-        name: Its name in checkpoints, where a run has several.
+        name: The name in checkpoints, where a run has several.
 
     Attributes:
         best: The best value so far; infinite before the first.
@@ -48,7 +48,8 @@ class EarlyStopping:
         self.patience, self.min_delta, self.mode = patience, min_delta, mode
         self.best, self.num_bad = inf if mode == "min" else -inf, 0
         self._context = accelerator.context
-        accelerator.register_for_checkpointing(**{name: self})
+        named: dict[str, Any] = {name: self}
+        accelerator.register_for_checkpointing(**named)
 
     def should_stop(self, value: float) -> bool:
         """Count an evaluation, and return whether training stops. Called on all ranks; rank 0's value decides.
