@@ -13,7 +13,6 @@ def check(contract: type[BackendContract]) -> list[str]:
         return contract().check_all(where)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, compiling
 def test_single_passes_the_contract() -> None:
     assert len(check(SingleContract)) == len(BackendContract.cases) + 11
 

@@ -45,8 +45,8 @@ class Run:
             self.losses.clear()
 
     def is_changed(self) -> bool:
-        """Return whether the model's layers are recomputed and compiled as the case asks."""
-        asked, layer = self.case.changes, self.model.last
+        """Return whether the model's first layer is recomputed and compiled as the case asks."""
+        asked, layer = self.case.changes, self.model.first
         is_compiled = compiled_part(layer) is not None
         return checkpointing_of(layer) == asked.activation_checkpointing and is_compiled == (
             asked.compile != "none"
