@@ -86,7 +86,9 @@ def test_a_class_that_no_model_has_is_refused() -> None:
 
     sections = {"state": {"device": "xla"}, "xla": {"spmd": "shard", "blocks": ("Layer",)}}
     accelerator = Accelerator(backend="xla", sections=sections)
-    with pytest.raises(ValueError, match=r"xla\.blocks=Layer: no model has a module with parameters of that class"):
+    with pytest.raises(
+        ValueError, match=r"xla\.blocks=Layer: no model has a module with parameters of that class"
+    ):
         accelerator.prepare(Blocks())
     accelerator.end_training()
 
