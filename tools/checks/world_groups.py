@@ -38,7 +38,7 @@ WORLD: Mapping[str, str] = MappingProxyType(
         "deepspeed/": "its engines divide all ranks; the backend refuses a mesh of other axes",
         "early_stopping.py::EarlyStopping.should_stop": _TOGETHER,
         "probes.py::_make_folder": "all ranks write one checkpoint",
-        "probes.py::_put_back": "all ranks write one checkpoint",
+        "probes.py::_state_restored": "all ranks write one checkpoint",
         "fsdp/gradients.py::ShardedGradients._unscale": _TOGETHER,
         "fsdp/shard.py::_agree": "all ranks build the same model",
         "gradients/nonfinite.py::holds_nonfinite": _TOGETHER,

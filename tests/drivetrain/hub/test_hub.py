@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.hub.publishing import without_haste
+from drivetrain.hub.publishing import run_beyond_timeouts
 from drivetrain.hub.transfer import HubError
 from drivetrain_checkpoint import NoCheckpointError
 from drivetrain_state import StateSettings, connect
@@ -234,7 +234,9 @@ def test_ranks_meet_while_one_is_busy_so_that_no_collective_waits_for_it() -> No
     with connect(settings) as context:
         before = context.progress.count
         is_main = context.topology.is_main
-        assert without_haste(context, (lambda: sleep(1) or "done") if is_main else None, doing="a test") == [
+        assert run_beyond_timeouts(
+            context, (lambda: sleep(1) or "done") if is_main else None, doing="a test"
+        ) == [
             "done",
             None,
         ]

@@ -106,7 +106,7 @@ def find_learning_rate(
             "from above 0, in at least 2 steps"
         )
     rates, losses = list[float](), list[float]()
-    with _put_back(accelerator, model) as prepared:
+    with _state_restored(accelerator, model) as prepared:
         groups = [group for optimizer in prepared.optimizers for group in optimizer.param_groups]
         first = [float(group["lr"]) for group in groups]
         shares = [rate / max(first) if max(first) > 0 else 1.0 for rate in first]  # a warm-up begins at 0
@@ -158,7 +158,7 @@ def gradient_noise(
     before = accelerator.gradient_accumulation_steps
     accelerator.gradient_accumulation_steps = num_batches
     try:
-        with _put_back(accelerator, model) as prepared:
+        with _state_restored(accelerator, model) as prepared:
             size, batches = loader.total_batch_size, list[Any]()
             for batch in loader:
                 if loader.current is not None and sum(loader.current.sizes or ()) == size:
@@ -182,7 +182,7 @@ def gradient_noise(
 
 
 @contextmanager
-def _put_back(accelerator: Accelerator, model: nn.Module) -> Generator[Prepared]:
+def _state_restored(accelerator: Accelerator, model: nn.Module) -> Generator[Prepared]:
     """Run the block on a prepared model whose schedulers stand still, and load the state from before it."""
     prepared = accelerator.prepared_of(model)
     if not prepared.optimizers or not accelerator.sync_gradients:

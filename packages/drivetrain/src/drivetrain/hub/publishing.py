@@ -37,21 +37,21 @@ def push(
         return upload(lambda repo_id: _with_card(files, repo_id, export, parts, card_data))
 
     action = push_on_main if parts.context.topology.is_main else None
-    return cast("str", without_haste(parts.context, action, doing=doing)[0])
+    return cast("str", run_beyond_timeouts(parts.context, action, doing=doing)[0])
 
 
 def fetch(context: Context, download: Callable[..., Path], revision: str | None, *, doing: str) -> Path:
     """Return the folder of one commit by `download`, once a node; see `Accelerator.from_hub`. Called on all ranks."""
     topology = context.topology
     first = partial(download, revision=revision) if topology.is_main else None
-    commit = cast("Path", without_haste(context, first, doing=doing)[0]).name
+    commit = cast("Path", run_beyond_timeouts(context, first, doing=doing)[0]).name
     own = partial(download, revision=commit)
     is_first_of_node = topology.is_local_main and not topology.is_main
-    without_haste(context, own if is_first_of_node else None, doing=doing)
+    run_beyond_timeouts(context, own if is_first_of_node else None, doing=doing)
     return on_each_rank(context, partial(own, local_files_only=True), doing=doing)
 
 
-def without_haste(
+def run_beyond_timeouts(
     context: Context, action: Callable[[], Value] | None, *, doing: str
 ) -> Sequence[Value | None]:
     """Run an action that may take longer than the timeout of a collective. Called on all ranks.

@@ -1,6 +1,6 @@
 """Words about lines of a loop that do not do what they seem to, once each, with the line.
 
-Only the first two steps of an optimizer are looked at, so that later ones cost nothing.
+Only the first two steps of an optimizer are looked at: a later step counts its backward, and no more.
 """
 
 import logging
