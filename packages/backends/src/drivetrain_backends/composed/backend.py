@@ -17,6 +17,7 @@ from drivetrain_backends.composed.staged_prepared import BY_TRAIN_STEP, StagedPr
 from drivetrain_backends.composed.strategy import ModelTransform, Strategy
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.gradients.last_forwards import LastForwards
 from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker, group_models
 from drivetrain_backends.modules.autocast_forward import PreparedForward
@@ -56,8 +57,12 @@ class ComposedBackend:
             settings if settings is not None or self.settings_type is None else self.settings_type()
         )
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
+        forwards = LastForwards() if window.nonfinite_gradients == "raise" else None
+        # What a strategy gives the forwards of models that can be run again by calling them; see `on_one_device`.
+        self.note = None if forwards is None else forwards.note
         self.strategy = self.across(self.compose())
         self._tracker = GradientTracker(context, window, self.strategy.gradients, policy.settings)
+        self._tracker.forwards = forwards
         self._is_closed = False  # whether models were forgotten
         self._prepared: list[ComposedPrepared] = []
         self._trained: list[GradientGroup] = []  # groups with an optimizer

@@ -283,8 +283,12 @@ class ComposedPrepared:
 
     def _refuse_nonfinite(self, groups: Sequence[GradientGroup]) -> None:
         """Raise on non-finite gradients, if the settings end the run and no smaller loss scale is left to try."""
-        groups = [group for group in groups if group.final.overflowed]
-        if self._window.nonfinite_gradients != "raise" or not groups:
+        if self._window.nonfinite_gradients != "raise":
+            return
+        forwards, groups = self._tracker.forwards, [group for group in groups if group.final.overflowed]
+        if not groups:
+            if forwards is not None:
+                forwards.forget(self.group.models)
             return
         scaler = self._tracker.scaler
         if scaler is not None and scaler.can_fall():
@@ -292,6 +296,12 @@ class ComposedPrepared:
         models = [model for group in groups for model in group.models]
         names = parameter_names({str(i): model for i, model in enumerate(models)})
         layers = [group.skips.first_nonfinite(gather=self._gather) for group in groups]
+        layer = next((layer for layer in layers if layer is not None), None)
+        found = None if layer is None else f"The first value that was not finite is {layer}"
+        # Alone, a rank would wait for others in forwards that exchange what they compute, as a batch norm does.
+        is_alone = self._is_alone and self._context.topology.world_size > 1
+        if found is None and forwards is not None and self._stages is None and not is_alone:
+            found = forwards.find_nonfinite(models, self._context.device, gather=self._gather)
         bad_losses = [bad for group in groups if (bad := group.losses.is_bad) is not None]
         raise nonfinite_error(
             self._context,
@@ -299,7 +309,7 @@ class ComposedPrepared:
             step=1 + max((o.num_steps for o in self.optimizers), default=0),
             bad_loss=any(bool(bad.item()) for bad in bad_losses),
             alone=self._is_alone,
-            layer=next((layer for layer in layers if layer is not None), None),
+            found=found,
         )
 
     @property

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.composed.strategy import ModelTransform
-from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
+from drivetrain_backends.modules.autocast_forward import Note, prepare_forward, restore_forward
 from drivetrain_backends.modules.held_dtypes import Islands, hold_model, plan_islands
 from drivetrain_backends.modules.model_checks import check_values
 from drivetrain_precision import Policy
@@ -69,12 +69,13 @@ class HoldDtypes(ModelTransform):
 class PreparedForwards(ModelTransform):
     """Run a model's forward under the run's autocast, and record it as progress."""
 
-    def __init__(self, context: Context, policy: Policy) -> None:
-        self._context, self._policy = context, policy
+    def __init__(self, context: Context, policy: Policy, note: Note | None = None) -> None:
+        self._context, self._policy, self._note = context, policy, note
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Exchange the model's class for one whose call runs under autocast."""
-        prepare_forward(model, self._policy, self._context.device, progress=self._context.progress)
+        progress = self._context.progress
+        prepare_forward(model, self._policy, self._context.device, progress=progress, note=self._note)
         return model
 
     def release(self, model: nn.Module) -> None:
@@ -82,6 +83,11 @@ class PreparedForwards(ModelTransform):
         restore_forward(model)
 
 
-def on_one_device(context: Context, policy: Policy) -> tuple[ModelTransform, ...]:
-    """Return the transforms of a model that one device trains; those of replicas begin with them."""
-    return MoveToDevice(context), HoldDtypes(context, policy), PreparedForwards(context, policy)
+def on_one_device(
+    context: Context, policy: Policy, *, note: Note | None = None
+) -> tuple[ModelTransform, ...]:
+    """Return the transforms of a model that one device trains; those of replicas begin with them.
+
+    `note` gets the model and the arguments of each forward with gradients.
+    """
+    return MoveToDevice(context), HoldDtypes(context, policy), PreparedForwards(context, policy, note)

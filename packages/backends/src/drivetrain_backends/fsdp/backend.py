@@ -22,7 +22,7 @@ from drivetrain_backends.fsdp.retained_models import RetainedModel, RetainedMode
 from drivetrain_backends.fsdp.shard import check_dtypes, check_sources, shard_for_good
 from drivetrain_backends.fsdp.sharded_run import ShardedRun
 from drivetrain_backends.fsdp.sharded_steps import ShardGuard
-from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
+from drivetrain_backends.modules.autocast_forward import Note, prepare_forward, restore_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import Islands, make_islands, plan_islands
 from drivetrain_backends.modules.wrap_policy import class_name, plan_blocks, with_blocks, without_blocks
@@ -62,7 +62,7 @@ class FSDPBackend(ComposedBackend):
         gradients = ShardedGradients(self.scaler, run)
 
         return Strategy(
-            transforms=(ShardBlocks(run, gradients), CastForwards(run)),
+            transforms=(ShardBlocks(run, gradients), CastForwards(run, self.note)),
             gradients=gradients,
             layout=ShardedLayout(run),
             guards=(BlockOrderGuard(run.order, run.buffers), ShardGuard(run.models)),
@@ -75,8 +75,8 @@ class FSDPBackend(ComposedBackend):
 class CastForwards(ModelTransform):
     """Run a model's forward without autocast, because FSDP casts parameters and inputs by itself."""
 
-    def __init__(self, run: ShardedRun) -> None:
-        self._run = run
+    def __init__(self, run: ShardedRun, note: Note | None = None) -> None:
+        self._run, self._note = run, note
         output = DtypePolicy(output=run.policy.dtypes.output)
         self._policy = replace(run.policy, autocast_dtype=None, dtypes=output)
 
@@ -89,6 +89,7 @@ class CastForwards(ModelTransform):
             progress=self._run.context.progress,
             uncopyable=f"{class_name(unwrap_compiled(model))} {_UNCOPYABLE}",
             explain=partial(explain_ungathered, self._run.models[model].sharded),
+            note=self._note,
         )
         return model
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain_backends.errors import NonFiniteGradientError
 from drivetrain_backends.gradients.multi_tensor import norms, stored_values
+from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_state import Context, gather, reduce
 
 
@@ -34,40 +35,65 @@ def nonfinite_error(
     step: int,
     bad_loss: bool = False,
     alone: bool = False,
-    layer: str | None = None,
+    found: str | None = None,
 ) -> NonFiniteGradientError:
-    """Return an error that names the first non-finite gradient and its ranks. Called on all ranks, unless `alone`.
+    """Return an error on the non-finite gradients and their ranks. Called on all ranks, unless `alone`.
 
     `gradients` are full gradients or shards, with equal names in equal order on all ranks. `step` counts from 1.
-    `layer` is a clause for the message: it names the first non-finite value in the model's execution, if known.
+    `found` is a sentence for the message, on the first non-finite value in the model's execution.
     """
     names = list(gradients)
-    own = next(
-        (i for i, g in enumerate(gradients.values()) if g is not None and not _all_finite([_local(g)])),
-        len(names),
-    )
-    rank = context.topology.rank
-    said = torch.tensor([rank, own, bad_loss], device=context.device)
-    table: list[list[int]] = (said[None] if alone else gather(context, said[None])).tolist()
-    first = min(index for _, index, _ in table)
-    holders = [rank for rank, index, _ in table if index == first]
-    lost = [rank for rank, _, is_bad in table if is_bad]
-    where = "" if len(holders) == len(table) else f" on {list_ranks(holders)}"
+    own = [g is not None and not _all_finite([_local(g)]) for g in gradients.values()]
+    said = torch.tensor([[bad_loss, *own]], dtype=torch.uint8, device=context.device)
+    table: list[list[int]] = (said if alone else gather(context, said)).tolist()
+    ranks = [context.topology.rank] if alone else range(len(table))
+    lost = [rank for rank, (is_bad, *_) in zip(ranks, table, strict=True) if is_bad]
+    holders = [rank for rank, (_, *bad) in zip(ranks, table, strict=True) if any(bad)]
+    bad = [name for name, *flags in zip(names, *(row[1:] for row in table), strict=True) if any(flags)]
+    which = f"the gradient of {bad[0] if bad else 'a parameter'} holds an infinity or NaN"
+    if len(bad) > 1:
+        which = f"the gradients of {_share(bad, names)} hold an infinity or NaN{_range(bad, names)}"
+    where = f" on {list_ranks(holders)}" if 0 < len(holders) < len(table) else ""
     cause = f"; a loss of {list_ranks(lost)} was not finite" if lost else ""
-    which = f"of {names[first]}" if first < len(names) else "of a parameter"
-    if layer is None:
-        found = "precision.watch_underflow names the layer that overflows first"
-    else:
-        found = f"The first value that was not finite is {layer}"
+    found = found or "precision.watch_underflow names the layer that overflows first"
     return NonFiniteGradientError(
-        f"the gradient {which} holds an infinity or NaN{where} at optimizer step {step}{cause}. Nothing was stepped. "
-        f"{found}; nonfinite_gradients='skip' leaves such steps out"
+        f"{which}{where} at optimizer step {step}{cause}. Nothing was stepped. {found}; nonfinite_gradients='skip' leaves such steps out"
     )
+
+
+@torch.no_grad()
+def describe_weights(models: Sequence[nn.Module]) -> str | None:
+    """Return how many parameters of models hold an infinity or NaN; None for parameters of which this rank has none.
+
+    Synchronises with the device. Of shards, it tells what this rank holds.
+    """
+    named = parameter_names({str(i): model for i, model in enumerate(models)})
+    held = {
+        name: (p, _local(p)) for p, name in named.items() if p.is_floating_point() and p.element_size() > 1
+    }
+    names = [name for name, (_, own) in held.items() if own.numel()]
+    bad = [name for name in names if not _all_finite([held[name][1]])]
+    here = " on this rank" if any(own.numel() < p.numel() for p, own in held.values()) else ""
+    if not names:
+        return None
+    if not bad:
+        return f"The weights{here} are finite still"
+    if len(bad) == 1:
+        return f"Of the weights{here}, {bad[0]} is not finite already"
+    return f"Of the weights{here}, those of {_share(bad, names)} are not finite already{_range(bad, names)}"
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks as text for a message: "rank 0" or "ranks 0, 1"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def _share(bad: Sequence[str], names: Sequence[str]) -> str:
+    return f"{'all ' if len(bad) == len(names) else f'{len(bad)} of '}{len(names)} parameters"
+
+
+def _range(bad: Sequence[str], names: Sequence[str]) -> str:
+    return "" if len(bad) == len(names) else f", from {bad[0]} to {bad[-1]},"
 
 
 def _all_finite(parts: Sequence[Tensor]) -> bool:

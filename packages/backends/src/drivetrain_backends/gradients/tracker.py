@@ -27,6 +27,7 @@ from drivetrain_backends.compat import names_of_hooks
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow, ReferenceCount, total_count
 from drivetrain_backends.gradients.edits import EditWatch
+from drivetrain_backends.gradients.last_forwards import LastForwards
 from drivetrain_backends.gradients.loss_checks import FirstLosses, check_loss
 from drivetrain_backends.gradients.nonfinite import holds_nonfinite
 from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions, GradientReducer, ParameterGradients
@@ -325,6 +326,7 @@ class GradientTracker:
         # Weak: a group holds the tracker, and models are to be freed with their last reference.
         self._groups: list[ref[GradientGroup]] = []
         self.reference = ReferenceCount(context, window)  # the divisor of counted losses before backward
+        self.forwards: LastForwards | None = None  # to run again where gradients are not finite
         self.first_losses = FirstLosses()  # the check that the first losses reach prepared models
         self.last_backward = -1  # the micro-batch of the last backward; -1 before the first
         self.has_stepped = False  # whether an optimizer stepped since the loss scale was last updated

@@ -20,6 +20,7 @@ from drivetrain_precision.dtypes.dtype_policy import HALF
 from drivetrain_precision.nested_tensors import cast_floating, floating_tensors
 from drivetrain_state import ProgressMark, ProgressRecord
 
+Note = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 _MIXED = (
     "the weights are held in half precision (precision.param_dtype) and nothing casts between layers: a buffer, or "
     "what forward creates in fp32, makes what it is added to fp32 as well. Say precision.buffer_dtype, or "
@@ -43,12 +44,14 @@ def prepare_forward(
     progress: ProgressRecord | None = None,
     uncopyable: str | None = None,
     explain: Callable[[RuntimeError], Exception | None] | None = None,
+    note: Note | None = None,
 ) -> None:
     """Make `model(...)` compute as `policy` says, in place; refuse a TorchScript module, whose class is fixed.
 
     `progress` records when a forward begins ("forward", and the model) and ends ("forward done"). A copy or pickle
     gives the plain model; if `uncopyable` is given, it fails with that message. `explain` may return the error to
-    raise in place of a RuntimeError of the forward.
+    raise in place of a RuntimeError of the forward. `note` gets the model and the arguments of each forward with
+    gradients.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
@@ -68,7 +71,7 @@ def prepare_forward(
         raise TypeError(uncopyable)
 
     members: dict[str, Any] = {
-        "__call__": _call_of(original, policy, device, progress, explain),
+        "__call__": _call_of(original, policy, device, progress, explain, note),
         "__reduce_ex__": reduce_as_original,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -87,6 +90,7 @@ def _call_of(
     device: torch.device,
     progress: ProgressRecord | None,
     explain: Callable[[RuntimeError], Exception | None] | None,
+    note: Note | None,
 ) -> Callable[..., Any]:
     """Return the `__call__` of the subclass that `prepare_forward` makes."""
     called = original.__call__
@@ -107,6 +111,8 @@ def _call_of(
         heard = progress if progress is not None and progress.is_heard else None
         if heard is not None:
             heard.note_forward(self)
+        if note is not None and torch.is_grad_enabled():
+            note(self, args, kwargs)
         try:
             if is_plain:
                 return run(self, *args, **kwargs)

@@ -1,11 +1,13 @@
 """A word about the first loss that is not finite, in runs that do not check gradients."""
 
 import logging
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from drivetrain.parts.parts import Parts
+from drivetrain_backends.gradients.nonfinite import describe_weights
 from drivetrain_state.device_traits import traits_of
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ class LossWatch:
     def __init__(self, parts: Parts) -> None:
         device = parts.context.device
         self._device = device  # and not the parts, whose step calls this: a cycle would keep the models
+        self._prepared = ref(parts.prepared)
         self._loss: Tensor | None = None
         self._copy = torch.zeros((), pin_memory=device.type != "cpu" and traits_of(device.type).copies_aside)
         self._num_steps = self._seen = 0
@@ -53,9 +56,13 @@ class LossWatch:
         if self._has_told or self._copy.isfinite().item():
             return
         self._loss, self._has_told = None, True
+        prepared = self._prepared()
+        weights = None if prepared is None else describe_weights([one.unwrap() for one in prepared.models])
         logger.warning(
             "the loss of step %d is %s, and training goes on: run.nonfinite_gradients='ignore' takes every step. "
-            "'raise' ends the run at the first such gradient and names its layer, 'skip' leaves such steps out",
+            "%s'raise', from the last checkpoint on, ends the run at the first such gradient and names the layer of "
+            "the first such value; 'skip' leaves such steps out",
             self._seen,
             self._copy.item(),
+            "" if weights is None else f"{weights}. ",
         )
