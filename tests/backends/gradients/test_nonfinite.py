@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 from drivetrain_backends import AccumulationWindow, NonFiniteGradientError
-from drivetrain_backends.gradients.nonfinite import holds_nonfinite, nonfinite_error
+from drivetrain_backends.gradients.nonfinite import describe_weights, holds_nonfinite, nonfinite_error
 from drivetrain_precision import PrecisionSettings, SkippedStepsError
 from plain_loop.backends import backend_of, context, held, prepare_sgd, step_and_clear, weights
 from plain_loop.backends import single as backend
@@ -217,7 +217,7 @@ def test_a_bad_loss_of_one_rank_skips_the_step_on_all(kind: str, clip: bool, cou
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_bad_loss_of_one_rank_is_an_error_on_all_that_names_the_rank(kind: str, clip: bool) -> None:
-    said = r"^the gradient of 0\.weight holds an infinity or NaN at optimizer step 2; a loss of rank 1 was not fin"
+    said = r"^the gradients of all 4 parameters hold an infinity or NaN at optimizer step 2; a loss of rank 1 was not"
     with pytest.raises(NonFiniteGradientError, match=said):
         train_with_a_bad_loss_on_rank_1(kind, "raise", clip, False)
 
@@ -245,3 +245,39 @@ def test_ranks_agree_on_gradients_of_which_each_holds_a_part(bad_rank: int | Non
     if bad_rank is not None:
         said = str(nonfinite_error(where, gradients, step=7))
         assert said.startswith("the gradient of half holds an infinity or NaN on rank 1 at optimizer step 7")
+        gradients["last"] = torch.full((1,), INFINITY)
+        said = str(nonfinite_error(where, gradients, step=7))
+        assert said.startswith(
+            "the gradients of 2 of 4 parameters (from half to last) hold an infinity or NaN at"
+        )
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ([], "The weights are finite still"),
+        (["0.bias"], "An infinity or NaN is in 1 of 4 parameters (0.bias) already"),
+        (
+            ["0.bias", "1.weight"],
+            "An infinity or NaN is in 2 of 4 parameters (from 0.bias to 1.weight) already",
+        ),
+    ],
+)
+def test_the_weights_that_are_not_finite_are_counted(bad: list[str], said: str) -> None:
+    model = two_layers()
+    for name, parameter in model.named_parameters():
+        if name in bad:
+            parameter.data[0] = NAN
+    assert describe_weights([model]) == said
+
+
+@pytest.mark.ranks(2)
+def test_of_shards_the_weights_of_this_rank_are_counted() -> None:
+    _, _, prepared = prepare_sgd(backend_of("fsdp"), nn.Linear(2, 2, bias=False))
+    with prepared.gathered(write=True), torch.no_grad():
+        prepared.unwrap().weight[1] = NAN
+    said = [
+        "The weights on this rank are finite still",
+        "An infinity or NaN is in all 1 parameters on this rank already",
+    ]
+    assert describe_weights([prepared.unwrap()]) == said[dist.get_rank()]

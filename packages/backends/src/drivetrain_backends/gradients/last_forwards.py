@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain_backends.compat import buffers_in
+from drivetrain_precision.compat import compiled_part
 from drivetrain_precision.scaling.gradient_report import first_of_ranks
 from drivetrain_precision.scaling.gradient_watch import Gather, GradientWatch
 
@@ -44,7 +45,8 @@ class LastForwards:
         """Run the last forwards of models again; return a sentence on the first value that is not finite.
 
         None if a rank has kept no forward. Called on all ranks of `gather`, whose weights are those of the forwards.
-        Random states and buffers stay as they are, and activations are not kept. An error of a forward is told.
+        They run without torch.compile, keep no activations, and leave random states and buffers as they were. An
+        error of a forward is told.
         """
         found = [(model, forward) for model, forward in self._forwards.items() if model in models]
         self.forget(models)
@@ -52,7 +54,7 @@ class LastForwards:
             return None
         failure = None
         watched = {"" if len(models) == 1 else str(i): model for i, model in enumerate(models)}
-        with GradientWatch(watched, underflow=False) as watch:
+        with GradientWatch(watched, underflow=False, inside_compiled=True) as watch:
             try:
                 with _without_traces(models, device):
                     for model, forward in found:
@@ -66,13 +68,16 @@ class LastForwards:
             return f"The first value that was not finite is {first}"
         if failures := [each for _, each in told if each is not None]:
             return f"Its layer is not known, as the last forward, run again, ended in {failures[0]}"
+        if not watch.has_seen:
+            return None
+        is_compiled = any(compiled_part(module) for model in models for module in model.modules())
+        again = "run again uncompiled" if is_compiled else "run again"
         most = max(forward.number for _, forward in found)
-        last = "The forward" if most == 1 else f"The last of {most} forwards"
-        earlier = "" if most == 1 else "an earlier one, "
-        return (
-            f"{last}, run again, was finite: it arose in {earlier}the loss or backward, where "
-            "precision.watch_underflow names the layer"
-        )
+        last, elsewhere = "The forward", "the loss or backward"
+        if most > 1:
+            last, elsewhere = f"The last of {most} forwards", f"an earlier one, {elsewhere}"
+        where = f"it arose in {elsewhere}, of which precision.watch_underflow names the layer"
+        return f"{last}, {again}, was finite: {where}"
 
 
 @contextmanager
@@ -83,6 +88,7 @@ def _without_traces(models: Sequence[nn.Module], device: torch.device) -> Genera
     devices = [] if device.type == "cpu" else [device]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices, device_type=device.type))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_drop, _drop))
         try:

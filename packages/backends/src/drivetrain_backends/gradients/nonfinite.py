@@ -52,12 +52,13 @@ def nonfinite_error(
     bad = [name for name, *flags in zip(names, *(row[1:] for row in table), strict=True) if any(flags)]
     which = f"the gradient of {bad[0] if bad else 'a parameter'} holds an infinity or NaN"
     if len(bad) > 1:
-        which = f"the gradients of {_share(bad, names)} hold an infinity or NaN{_range(bad, names)}"
+        which = f"the gradients of {_share(bad, names)} hold an infinity or NaN"
     where = f" on {list_ranks(holders)}" if 0 < len(holders) < len(table) else ""
     cause = f"; a loss of {list_ranks(lost)} was not finite" if lost else ""
     found = found or "precision.watch_underflow names the layer that overflows first"
     return NonFiniteGradientError(
-        f"{which}{where} at optimizer step {step}{cause}. Nothing was stepped. {found}; nonfinite_gradients='skip' leaves such steps out"
+        f"{which}{where} at optimizer step {step}{cause}. Nothing was stepped. "
+        f"{found}; nonfinite_gradients='skip' leaves such steps out"
     )
 
 
@@ -78,9 +79,7 @@ def describe_weights(models: Sequence[nn.Module]) -> str | None:
         return None
     if not bad:
         return f"The weights{here} are finite still"
-    if len(bad) == 1:
-        return f"Of the weights{here}, {bad[0]} is not finite already"
-    return f"Of the weights{here}, those of {_share(bad, names)} are not finite already{_range(bad, names)}"
+    return f"An infinity or NaN is in {_share(bad, names)}{here} already"
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
@@ -89,11 +88,11 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def _share(bad: Sequence[str], names: Sequence[str]) -> str:
-    return f"{'all ' if len(bad) == len(names) else f'{len(bad)} of '}{len(names)} parameters"
-
-
-def _range(bad: Sequence[str], names: Sequence[str]) -> str:
-    return "" if len(bad) == len(names) else f", from {bad[0]} to {bad[-1]},"
+    """Return which names are bad: their number, and the first and the last in the model's order."""
+    if len(bad) == len(names):
+        return f"all {len(names)} parameters"
+    span = bad[0] if len(bad) == 1 else f"from {bad[0]} to {bad[-1]}"
+    return f"{len(bad)} of {len(names)} parameters ({span})"
 
 
 def _all_finite(parts: Sequence[Tensor]) -> bool:

@@ -60,8 +60,8 @@ class LossWatch:
         weights = None if prepared is None else describe_weights([one.unwrap() for one in prepared.models])
         logger.warning(
             "the loss of step %d is %s, and training goes on: run.nonfinite_gradients='ignore' takes every step. "
-            "%s'raise', from the last checkpoint on, ends the run at the first such gradient and names the layer of "
-            "the first such value; 'skip' leaves such steps out",
+            "%sGo on from a checkpoint with 'raise', which ends the run at the first such gradient and names the "
+            "layer; 'skip' leaves such steps out",
             self._seen,
             self._copy.item(),
             "" if weights is None else f"{weights}. ",

@@ -53,10 +53,15 @@ class _Call:
 
 
 class GradientWatch(AbstractContextManager["GradientWatch"]):
-    """Hooks on all modules of models that count on the device. Each model has a prefix for its modules' names."""
+    """Hooks on all modules of models that count on the device. Each model has a prefix for its modules' names.
 
-    def __init__(self, models: Mapping[str, nn.Module], *, underflow: bool = True) -> None:
-        self._layers, self._not_watched = watched_layers(models)
+    With `inside_compiled`, also on those that torch.compile compiles, for forwards in which it is turned off.
+    """
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], *, underflow: bool = True, inside_compiled: bool = False
+    ) -> None:
+        self._layers, self._not_watched = watched_layers(models, inside_compiled=inside_compiled)
         self._counts = LayerCounts(len(self._layers))
         self._underflow = underflow
         self._events: list[_Event] = []

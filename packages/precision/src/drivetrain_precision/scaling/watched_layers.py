@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain_precision.compat import compiled_part
+from drivetrain_precision.compat import compiled_part, unwrap_compiled
 from drivetrain_precision.nested_tensors import floating_tensors
 
 
@@ -18,8 +19,13 @@ class Layer(NamedTuple):
     parent: str | None
 
 
-def watched_layers(models: Mapping[str, nn.Module]) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
-    """Return the modules of models to hook, each once, and the names of compiled modules."""
+def watched_layers(
+    models: Mapping[str, nn.Module], *, inside_compiled: bool = False
+) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
+    """Return the modules of models to hook, each once, and the names of compiled modules that hooks cannot see into.
+
+    With `inside_compiled`, those of torch.compile are hooked too, which are then to run uncompiled.
+    """
     layers: dict[nn.Module, Layer] = {}
     compiled: list[str] = []
     for prefix, model in models.items():
@@ -29,23 +35,29 @@ def watched_layers(models: Mapping[str, nn.Module]) -> tuple[tuple[Layer, ...], 
             and next(inner.parameters(recurse=False), None) is None
         ):
             inner = cast("nn.Module", inner.module)
-        _add(inner, prefix, None, layers, compiled)
+        _add(inner, prefix, None, layers, compiled, inside_compiled)
     return tuple(layers.values()), tuple(compiled)
 
 
 def _add(
-    module: nn.Module, name: str, parent: str | None, layers: dict[nn.Module, Layer], compiled: list[str]
+    module: nn.Module,
+    name: str,
+    parent: str | None,
+    layers: dict[nn.Module, Layer],
+    compiled: list[str],
+    inside_compiled: bool,
 ) -> None:
+    module = unwrap_compiled(module) if inside_compiled else module
     if module in layers:
         return
-    part = compiled_part(module)
+    part = None if inside_compiled and not isinstance(module, ScriptModule) else compiled_part(module)
     if part is not None:
         compiled.append(name)
     if part != "call":
         layers[module] = Layer(name, module, parent)
     if part is None:
         for child, inner in module.named_children():
-            _add(inner, f"{name}.{child}" if name else child, name, layers, compiled)
+            _add(inner, f"{name}.{child}" if name else child, name, layers, compiled, inside_compiled)
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:

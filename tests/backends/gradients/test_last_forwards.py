@@ -1,0 +1,166 @@
+"""Which layer is named where a gradient is not finite: forwards that are run again after the fact."""
+
+import copy
+import gc
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drivetrain_backends import NonFiniteGradientError
+from plain_loop.backends import backend_of, held, prepare_sgd, step_and_clear, take_step
+
+
+class Log(nn.Module):
+    """The logarithm, whose value at 0 is an infinity."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log()
+
+
+class Net(nn.Module):
+    """Layers of which `encoder.2` is the first whose output may not be finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(2, affine=False)
+        self.encoder = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), Log())
+        self.head = nn.Linear(2, 1)
+        with torch.no_grad():
+            self.encoder[0].weight.fill_(0.0)
+            self.encoder[0].bias.fill_(1.0)
+
+    def forward(self, x: Tensor, *, zero: bool) -> Tensor:
+        """Map (num_samples, 2) to (num_samples, 1); with `zero`, by a logarithm of zeros."""
+        hidden = self.encoder[0](self.norm(x))
+        return self.head(self.encoder[2](self.encoder[1](hidden * (not zero)) + (0.0 if zero else 1.0)))
+
+
+def error_of(
+    kind: str = "single",
+    *,
+    zeros: tuple[bool, ...] = (False, True),
+    factor: float = 1.0,
+    accumulation: int = 1,
+    compiles: str | None = None,
+    mode: str = "no",
+) -> str:
+    """Return the error of a run in which the forwards of some micro-batches hold zeros, on the last rank alone."""
+    model = Net()
+    if compiles is not None:
+        model.get_submodule(compiles).compile(backend="eager")
+    backend, _, prepared = prepare_sgd(
+        backend_of(kind, mode, accumulation=accumulation, nonfinite_gradients="raise"), model
+    )
+    is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+    with pytest.raises(NonFiniteGradientError) as caught:  # noqa: PT012 a loop
+        for zero in zeros:
+            backend.window.begin()
+            with held(backend, [prepared]):
+                loss = prepared.model(torch.randn(4, 2), zero=zero and is_last).float().sum()
+                prepared.backward(loss * (factor if zero else 1.0))
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            state = torch.get_rng_state()
+            step_and_clear(prepared)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name])
+    assert not any(module._forward_hooks for module in model.encoder.modules())
+    return str(caught.value)
+
+
+NAMED = "Nothing was stepped. The first value that was not finite is the output of encoder.2 (Log, float32), whose inp"
+
+
+@pytest.mark.parametrize("compiles", [None, "encoder.2", ""])
+def test_the_layer_of_the_first_value_is_named_on_one_device_also_in_what_is_compiled(
+    compiles: str | None,
+) -> None:
+    assert NAMED in error_of(compiles=compiles)
+
+
+def test_the_layer_is_named_under_autocast() -> None:
+    assert NAMED.replace("float32", "bfloat16") in error_of(mode="bf16")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_all_ranks_name_the_layer_and_the_rank_where_it_was(kind: str) -> None:
+    said = error_of(kind)
+    assert NAMED in said
+    assert "uts were finite, on rank 1; nonfinite_gradients='skip'" in said
+
+
+def test_what_a_loss_made_is_not_said_of_the_forward() -> None:
+    model = Net()
+    _, _, prepared = prepare_sgd(backend_of("single", nonfinite_gradients="raise"), model)
+    prepared.backward(prepared.model(torch.randn(4, 2), zero=False).sum() * torch.nan)
+    said = r"The forward, run again, was finite: it arose in the loss or backward, of which precision\.watch_underflow"
+    with pytest.raises(NonFiniteGradientError, match=said):
+        prepared.optimizers[0].step()
+
+
+@pytest.mark.parametrize("kind", ["single", pytest.param("ddp", marks=pytest.mark.ranks(2))])
+def test_of_several_forwards_the_last_is_run_again_and_the_error_says_so(kind: str) -> None:
+    said = error_of(kind, zeros=(False, False, True, False), accumulation=2)
+    assert (
+        "The last of 2 forwards, run again, was finite: it arose in an earlier one, the loss or backward"
+        in said
+    )
+    assert NAMED in error_of(kind, zeros=(False, False, False, True), accumulation=2)
+
+
+class FailsAgain(nn.Linear):
+    """A layer whose second forward is an error."""
+
+    num_forwards = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.num_forwards += 1
+        if self.num_forwards == 2:
+            raise ValueError("a second forward")
+        return super().forward(input) * torch.nan
+
+
+def test_an_error_of_a_forward_that_is_run_again_does_not_hide_the_first_one() -> None:
+    _, model, prepared = prepare_sgd(backend_of("single", nonfinite_gradients="raise"), FailsAgain(2, 1))
+    prepared.backward(prepared.model(torch.ones(1, 2)).sum())
+    said = (
+        r"^the gradients of all 2 parameters .* Its layer is not known, as the last forward, run again, ended in "
+        "ValueError: a second forward"
+    )
+    with pytest.raises(NonFiniteGradientError, match=said):
+        prepared.optimizers[0].step()
+
+
+@pytest.mark.parametrize("treatment", ["ignore", "skip", "raise"])
+def test_a_batch_is_kept_until_the_step_and_only_for_an_error_and_by_no_copy(treatment: Any) -> None:
+    _, _, prepared = prepare_sgd(backend_of("single", nonfinite_gradients=treatment), nn.Linear(2, 1))
+    gc.disable()
+    try:
+        batch = torch.ones(1, 2)
+        is_kept = ref(batch)
+        loss = prepared.model(batch).sum()
+        assert type(copy.deepcopy(prepared.model)) is nn.Linear
+        prepared.backward(loss)
+        del batch, loss
+        assert (is_kept() is not None) == (treatment == "raise")
+        step_and_clear(prepared)
+        assert is_kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_forward_without_gradients_takes_no_place() -> None:
+    _, _, prepared = prepare_sgd(backend_of("single", nonfinite_gradients="raise"), Net())
+    take_step(prepared, prepared.model(torch.randn(4, 2), zero=False).sum())
+    prepared.backward(prepared.model(torch.randn(4, 2), zero=True).sum())
+    with torch.no_grad():
+        prepared.model(torch.randn(4, 2), zero=False)
+    with pytest.raises(NonFiniteGradientError) as caught:
+        prepared.clip(norm=1.0)
+    assert NAMED in str(caught.value)
