@@ -73,9 +73,10 @@ def error_of(
     return str(caught.value)
 
 
-NAMED = "Nothing was stepped. The first value that was not finite is the output of encoder.2 (Log, float32), whose inp"
+NAMED = "Nothing was stepped. The first value that was not finite is the output of encoder.2 (Log, float32), whose"
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("compiles", [None, "encoder.2", ""])
 def test_the_layer_of_the_first_value_is_named_on_one_device_also_in_what_is_compiled(
     compiles: str | None,
@@ -92,14 +93,14 @@ def test_the_layer_is_named_under_autocast() -> None:
 def test_all_ranks_name_the_layer_and_the_rank_where_it_was(kind: str) -> None:
     said = error_of(kind)
     assert NAMED in said
-    assert "uts were finite, on rank 1; nonfinite_gradients='skip'" in said
+    assert " inputs were finite, on rank 1; nonfinite_gradients='skip'" in said
 
 
 def test_what_a_loss_made_is_not_said_of_the_forward() -> None:
     model = Net()
     _, _, prepared = prepare_sgd(backend_of("single", nonfinite_gradients="raise"), model)
     prepared.backward(prepared.model(torch.randn(4, 2), zero=False).sum() * torch.nan)
-    said = r"The forward, run again, was finite: it arose in the loss or backward, of which precision\.watch_underflow"
+    said = r"The forward, run again, was finite: it arose in the loss or backward, of which precision"
     with pytest.raises(NonFiniteGradientError, match=said):
         prepared.optimizers[0].step()
 
@@ -127,7 +128,7 @@ class FailsAgain(nn.Linear):
 
 
 def test_an_error_of_a_forward_that_is_run_again_does_not_hide_the_first_one() -> None:
-    _, model, prepared = prepare_sgd(backend_of("single", nonfinite_gradients="raise"), FailsAgain(2, 1))
+    _, _, prepared = prepare_sgd(backend_of("single", nonfinite_gradients="raise"), FailsAgain(2, 1))
     prepared.backward(prepared.model(torch.ones(1, 2)).sum())
     said = (
         r"^the gradients of all 2 parameters .* Its layer is not known, as the last forward, run again, ended in "
