@@ -218,8 +218,8 @@ def test_a_bad_loss_of_one_rank_skips_the_step_on_all(kind: str, clip: bool, cou
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_bad_loss_of_one_rank_is_an_error_on_all_that_names_the_rank(kind: str, clip: bool) -> None:
     said = (
-        r"^the gradients of 2 of 4 parameters \(from 0\.weight to 1\.weight\) hold an infinity or NaN at optimizer step 2; "
-        "a loss of rank 1 was not fin"
+        r"^the gradients of 2 of 4 parameters \(from 0\.weight to 1\.weight\) hold an infinity or NaN "
+        "at optimizer step 2; a loss of rank 1 was not finite"
     )
     with pytest.raises(NonFiniteGradientError, match=said):
         train_with_a_bad_loss_on_rank_1(kind, "raise", clip, False)

@@ -59,7 +59,7 @@ class ComposedBackend:
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
         forwards = LastForwards() if window.nonfinite_gradients == "raise" else None
         # What a strategy gives the forwards of models that can be run again by calling them; see `on_one_device`.
-        self.note = None if forwards is None else forwards.note
+        self.note_forward = None if forwards is None else forwards.note
         self.strategy = self.across(self.compose())
         self._tracker = GradientTracker(context, window, self.strategy.gradients, policy.settings)
         self._tracker.forwards = forwards

@@ -62,7 +62,7 @@ class FSDPBackend(ComposedBackend):
         gradients = ShardedGradients(self.scaler, run)
 
         return Strategy(
-            transforms=(ShardBlocks(run, gradients), CastForwards(run, self.note)),
+            transforms=(ShardBlocks(run, gradients), CastForwards(run, self.note_forward)),
             gradients=gradients,
             layout=ShardedLayout(run),
             guards=(BlockOrderGuard(run.order, run.buffers), ShardGuard(run.models)),
