@@ -33,7 +33,7 @@ class SingleBackend(ComposedBackend):
                 self.policy.dtypes.said()["reduce_dtype"],
             )
         return Strategy(
-            transforms=on_one_device(self.context, self.policy, note=self.note_forward),
+            transforms=on_one_device(self.context, self.policy, self.note_forward),
             gradients=ParameterGradients(self.scaler),
             layout=StateLayout(self.context),
         )

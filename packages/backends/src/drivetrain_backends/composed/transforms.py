@@ -83,11 +83,6 @@ class PreparedForwards(ModelTransform):
         restore_forward(model)
 
 
-def on_one_device(
-    context: Context, policy: Policy, *, note: Note | None = None
-) -> tuple[ModelTransform, ...]:
-    """Return the transforms of a model that one device trains; those of replicas begin with them.
-
-    `note` gets the model and the arguments of each forward with gradients.
-    """
+def on_one_device(context: Context, policy: Policy, note: Note | None = None) -> tuple[ModelTransform, ...]:
+    """Return the transforms of a model that one device trains; those of replicas begin with them."""
     return MoveToDevice(context), HoldDtypes(context, policy), PreparedForwards(context, policy, note)

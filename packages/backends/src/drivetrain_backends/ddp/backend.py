@@ -66,7 +66,7 @@ class DDPBackend(ComposedBackend):
         return Strategy(
             transforms=(
                 SynchroniseBatchNorms(self.context, is_enabled=settings.sync_batch_norm),
-                *on_one_device(self.context, self.policy, note=self.note_forward),
+                *on_one_device(self.context, self.policy, self.note_forward),
                 self._replicate,
             ),
             gradients=self._gradients,

@@ -69,16 +69,12 @@ def describe_weights(models: Sequence[nn.Module]) -> str | None:
     Synchronises with the device. Of shards, it tells what this rank holds.
     """
     named = parameter_names({str(i): model for i, model in enumerate(models)})
-    held = {
-        name: (p, _local(p)) for p, name in named.items() if p.is_floating_point() and p.element_size() > 1
-    }
-    names = [name for name, (_, own) in held.items() if own.numel()]
-    bad = [name for name in names if not _all_finite([held[name][1]])]
-    here = " on this rank" if any(own.numel() < p.numel() for p, own in held.values()) else ""
-    if not names:
-        return None
-    if not bad:
-        return f"The weights{here} are finite still"
+    held = {name: _local(p) for p, name in named.items() if p.is_floating_point() and p.element_size() > 1}
+    names = [name for name, own in held.items() if own.numel()]
+    bad = [name for name in names if not _all_finite([held[name]])]
+    here = " on this rank" if any(_local(p).numel() < p.numel() for p in named) else ""
+    if not names or not bad:
+        return f"The weights{here} are finite still" if names else None
     return f"An infinity or NaN is in {_share(bad, names)}{here} already"
 
 

@@ -22,12 +22,26 @@ class Layer(NamedTuple):
 def watched_layers(
     models: Mapping[str, nn.Module], *, inside_compiled: bool = False
 ) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
-    """Return the modules of models to hook, each once, and the names of compiled modules that hooks cannot see into.
+    """Return the modules of models to hook, each once, and the names of compiled modules, whose inside is not hooked.
 
-    With `inside_compiled`, those of torch.compile are hooked too, which are then to run uncompiled.
+    With `inside_compiled`, it is, except in TorchScript.
     """
     layers: dict[nn.Module, Layer] = {}
     compiled: list[str] = []
+
+    def add(module: nn.Module, name: str, parent: str | None) -> None:
+        module = unwrap_compiled(module) if inside_compiled else module
+        if module in layers:
+            return
+        part = None if inside_compiled and not isinstance(module, ScriptModule) else compiled_part(module)
+        if part is not None:
+            compiled.append(name)
+        if part != "call":
+            layers[module] = Layer(name, module, parent)
+        if part is None:
+            for child, inner in module.named_children():
+                add(inner, f"{name}.{child}" if name else child, name)
+
     for prefix, model in models.items():
         inner = model  # the user's module is inside the wrappers of backends, which call it `module`
         while isinstance(inner, DistributedDataParallel) or (
@@ -35,29 +49,8 @@ def watched_layers(
             and next(inner.parameters(recurse=False), None) is None
         ):
             inner = cast("nn.Module", inner.module)
-        _add(inner, prefix, None, layers, compiled, inside_compiled)
+        add(inner, prefix, None)
     return tuple(layers.values()), tuple(compiled)
-
-
-def _add(
-    module: nn.Module,
-    name: str,
-    parent: str | None,
-    layers: dict[nn.Module, Layer],
-    compiled: list[str],
-    inside_compiled: bool,
-) -> None:
-    module = unwrap_compiled(module) if inside_compiled else module
-    if module in layers:
-        return
-    part = None if inside_compiled and not isinstance(module, ScriptModule) else compiled_part(module)
-    if part is not None:
-        compiled.append(name)
-    if part != "call":
-        layers[module] = Layer(name, module, parent)
-    if part is None:
-        for child, inner in module.named_children():
-            _add(inner, f"{name}.{child}" if name else child, name, layers, compiled, inside_compiled)
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
