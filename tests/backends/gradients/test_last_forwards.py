@@ -109,7 +109,7 @@ def test_what_a_loss_made_is_not_said_of_the_forward() -> None:
 def test_of_several_forwards_the_last_is_run_again_and_the_error_says_so(kind: str) -> None:
     said = error_of(kind, zeros=(False, False, True, False), accumulation=2)
     assert (
-        "The last of 2 forwards, run again in eager mode, was finite: it arose in an earlier one, the loss or backward"
+        "The last of 2 forwards, run again in eager mode, was finite: it arose in an earlier one, the loss"
         in said
     )
     assert NAMED in error_of(kind, zeros=(False, False, False, True), accumulation=2)
