@@ -5,6 +5,7 @@ import torch
 
 from deepspeed_engines import X, engine_of, take_step, weights
 from drivetrain_backends import NonFiniteGradientError
+from drivetrain_backends.gradients.nonfinite import describe_weights
 from drivetrain_precision import SkippedStepsError
 
 
@@ -66,3 +67,12 @@ def test_a_step_that_is_not_finite_ends_the_run_with_the_parameters_name(stage: 
         said = "the gradient of w holds an infinity or NaN at optimizer step 2; a loss of rank 1"
         with pytest.raises(NonFiniteGradientError, match=said):
             prepared.optimizers[0].step()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_that_an_engine_divides_are_not_counted(stage: int) -> None:
+    with engine_of(stage=stage) as (_, _, prepared):
+        assert describe_weights([prepared.unwrap()]) == (
+            None if stage == 3 else "The weights are finite still"
+        )

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from drivetrain_backends.compat import as_they_are
 from drivetrain_backends.errors import NonFiniteGradientError
 from drivetrain_backends.gradients.multi_tensor import norms, stored_values
 from drivetrain_backends.optim.parameter_matching import parameter_names
@@ -64,18 +65,19 @@ def nonfinite_error(
 
 @torch.no_grad()
 def describe_weights(models: Sequence[nn.Module]) -> str | None:
-    """Return how many parameters of models hold an infinity or NaN; None for parameters of which this rank has none.
+    """Return how many trained parameters hold an infinity or NaN; None if this rank holds no elements of them.
 
     Synchronises with the device. Of shards, it tells what this rank holds.
     """
     named = parameter_names({str(i): model for i, model in enumerate(models)})
-    held = {name: _local(p) for p, name in named.items() if p.is_floating_point() and p.element_size() > 1}
-    names = [name for name, own in held.items() if own.numel()]
-    bad = [name for name in names if not _all_finite([held[name]])]
-    here = " on this rank" if any(_local(p).numel() < p.numel() for p in named) else ""
-    if not names or not bad:
-        return f"The weights{here} are finite still" if names else None
-    return f"An infinity or NaN is in {_share(bad, names)}{here} already"
+    with as_they_are():  # the empty parameters of an engine that divides them refuse operations
+        trained = {name: p for p, name in named.items() if p.requires_grad}
+        held = {name: own for name, p in trained.items() if (own := _local(p)).numel()}
+        bad = [name for name, own in held.items() if not _all_finite([own])]
+        here = " on this rank" if any(_local(p).numel() < p.numel() for p in trained.values()) else ""
+    if not held or not bad:
+        return f"The weights{here} are finite still" if held else None
+    return f"An infinity or NaN is in {_share(bad, list(held))}{here} already"
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
