@@ -72,6 +72,15 @@ class SupportsModel(Protocol):
         ...
 
 
+class SupportsProbe(Protocol):
+    """A window of micro-batches."""
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether what trains is put back afterwards, so that it is no part of the run."""
+        ...
+
+
 class TrainedObjects(Protocol):
     """The objects that a loop trains; the loop may prepare more of them later."""
 
@@ -91,6 +100,7 @@ class StepWatch:
 
     Args:
         prepared: The prepared objects, held by a weak reference.
+        window: The window of the steps, which says whether they are a probe, and not measured.
         reading: The loaders being read.
         mode: The precision of the run, such as "bf16".
         expert_counts: Return how often this rank's tokens chose each expert, by layers; None if no ranks divide any.
@@ -105,6 +115,7 @@ class StepWatch:
         context: Context,
         settings: TrackingSettings,
         prepared: TrainedObjects,
+        window: SupportsProbe,
         reading: LoaderTracker,
         trackers: TrackerGroup,
         mode: str,
@@ -116,6 +127,7 @@ class StepWatch:
         self._context, self._every_steps = context, every
         self._prepared = ref(prepared)  # it holds the optimizers, and these call `end_step`
         self._reading, self._num_shards, self._trackers = reading, context.ranks("reads").size, trackers
+        self._window = window
         self._thread = get_ident()
         self._times = PhaseTimes(make_clock(context.device))
         self._meter = ThroughputMeter(window_steps=every or _WINDOW_STEPS)
@@ -132,6 +144,9 @@ class StepWatch:
         """Note a label of the progress record."""
         # A program's own mark may have the text of a member.
         if not isinstance(label, ProgressMark) or get_ident() != self._thread or label not in _BOUNDARIES:
+            return
+        if self._window.is_probe:
+            self._times.skip()
             return
         phase, begins = _BOUNDARIES[label]
         if begins:
@@ -152,6 +167,9 @@ class StepWatch:
 
     def watch_reads(self, readings: Iterator[Reading]) -> Iterator[Reading]:
         """Pass on a loader's readings, and measure how long the loop waits for each."""
+        if self._window.is_probe:
+            yield from readings
+            return
         end = object()
         while True:
             self._times.begin("data")
@@ -167,6 +185,8 @@ class StepWatch:
 
     def end_step(self) -> None:
         """End the step when an optimizer has stepped, unless it was skipped or is over. Called on all ranks."""
+        if self._window.is_probe:
+            return
         self._times.end("optimizer")
         prepared = self._prepared()
         step = max((optimizer.num_steps for optimizer in prepared.optimizers), default=0) if prepared else 0

@@ -20,7 +20,8 @@ class LossWatch:
 
     def __init__(self, parts: Parts) -> None:
         device = parts.context.device
-        self._device = device  # and not the parts, whose step calls this: a cycle would keep the models
+        # And not the parts, whose step calls this: a cycle would keep the models.
+        self._device, self._window = device, parts.backend.window
         self._loss: Tensor | None = None
         self._copy = torch.zeros((), pin_memory=device.type != "cpu" and traits_of(device.type).copies_aside)
         self._num_steps = self._seen = 0
@@ -29,7 +30,8 @@ class LossWatch:
 
     def note(self, loss: Tensor) -> None:
         """Remember a loss."""
-        self._loss = loss.detach() if not self._has_told else None
+        if not self._window.is_probe:
+            self._loss = loss.detach() if not self._has_told else None
 
     def finish(self) -> None:
         """Look at the last loss."""
@@ -37,6 +39,8 @@ class LossWatch:
         self._tell()
 
     def _end_step(self) -> None:
+        if self._window.is_probe:
+            return
         self._num_steps += 1
         if self._num_steps % _EVERY == 0:
             self._tell()
