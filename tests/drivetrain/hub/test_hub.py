@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
@@ -182,10 +181,11 @@ def test_what_fails_leaves_nothing_visible_and_says_what_to_do(
 def test_adapters_name_their_base_model_as_the_hub_does(
     hub: PlayedHub, accelerator: Accelerator, tmp_path: Path
 ) -> None:
+    peft = pytest.importorskip("peft")
     (tmp_path / "base").mkdir()
     base: Any = nn.Sequential(nn.Linear(4, 1))
     base.name_or_path = str(tmp_path / "base")
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["0"]))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
     model, _ = accelerator.prepare(model, SGD(model.parameters()))
     export = tmp_path / "export"
     accelerator.save_model(model, export, trained_only=True)
