@@ -72,15 +72,6 @@ class SupportsModel(Protocol):
         ...
 
 
-class SupportsProbe(Protocol):
-    """A window of micro-batches."""
-
-    @property
-    def is_probe(self) -> bool:
-        """Whether what trains is put back afterwards, so that it is no part of the run."""
-        ...
-
-
 class TrainedObjects(Protocol):
     """The objects that a loop trains; the loop may prepare more of them later."""
 
@@ -100,7 +91,7 @@ class StepWatch:
 
     Args:
         prepared: The prepared objects, held by a weak reference.
-        window: The window of the steps, which says whether they are a probe, and not measured.
+        is_probe: Return whether what trains is put back afterwards; it is not measured.
         reading: The loaders being read.
         mode: The precision of the run, such as "bf16".
         expert_counts: Return how often this rank's tokens chose each expert, by layers; None if no ranks divide any.
@@ -115,7 +106,7 @@ class StepWatch:
         context: Context,
         settings: TrackingSettings,
         prepared: TrainedObjects,
-        window: SupportsProbe,
+        is_probe: Callable[[], bool],
         reading: LoaderTracker,
         trackers: TrackerGroup,
         mode: str,
@@ -127,7 +118,7 @@ class StepWatch:
         self._context, self._every_steps = context, every
         self._prepared = ref(prepared)  # it holds the optimizers, and these call `end_step`
         self._reading, self._num_shards, self._trackers = reading, context.ranks("reads").size, trackers
-        self._window = window
+        self._is_probe = is_probe
         self._thread = get_ident()
         self._times = PhaseTimes(make_clock(context.device))
         self._meter = ThroughputMeter(window_steps=every or _WINDOW_STEPS)
@@ -145,7 +136,7 @@ class StepWatch:
         # A program's own mark may have the text of a member.
         if not isinstance(label, ProgressMark) or get_ident() != self._thread or label not in _BOUNDARIES:
             return
-        if self._window.is_probe:
+        if self._is_probe():
             self._times.skip()
             return
         phase, begins = _BOUNDARIES[label]
@@ -167,7 +158,7 @@ class StepWatch:
 
     def watch_reads(self, readings: Iterator[Reading]) -> Iterator[Reading]:
         """Pass on a loader's readings, and measure how long the loop waits for each."""
-        if self._window.is_probe:
+        if self._is_probe():
             yield from readings
             return
         end = object()
@@ -185,7 +176,7 @@ class StepWatch:
 
     def end_step(self) -> None:
         """End the step when an optimizer has stepped, unless it was skipped or is over. Called on all ranks."""
-        if self._window.is_probe:
+        if self._is_probe():
             return
         self._times.end("optimizer")
         prepared = self._prepared()

@@ -179,7 +179,7 @@ def _add_watch(parts: Parts, window: AccumulationWindow, settings: TrackingSetti
         context=parts.context,
         settings=settings,
         prepared=parts.prepared,
-        window=window,
+        is_probe=lambda: window.is_probe,
         reading=parts.reading,
         trackers=parts.trackers,
         mode=parts.policy.mode,
