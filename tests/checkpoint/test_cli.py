@@ -3,6 +3,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,6 +15,13 @@ import torch
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, find_checkpoints, open_export
 from drivetrain_checkpoint.cli import list as listing
 from drivetrain_checkpoint.cli import merge, prune, show, verify
+from drivetrain_checkpoint.cli.arguments import (
+    ListArguments,
+    MergeArguments,
+    PruneArguments,
+    ShowArguments,
+    VerifyArguments,
+)
 from drivetrain_checkpoint.cli.printing import Progress, age_text
 from drivetrain_checkpoint.storage.place import locate, storage_of
 from drivetrain_messages import format_size
@@ -48,25 +56,25 @@ def names(directory: Path) -> list[str]:
 
 
 def listed(directory: Path | str, *, json: bool = False) -> int:
-    return listing.run(listing.ListArguments(directory=str(directory), json=json))
+    return listing.run(ListArguments(directory=str(directory), json=json))
 
 
 def pruned(directory: Path | str, keep_last: int, *, dry_run: bool = False) -> int:
-    return prune.run(prune.PruneArguments(directory=str(directory), keep_last=keep_last, dry_run=dry_run))
+    return prune.run(PruneArguments(directory=str(directory), keep_last=keep_last, dry_run=dry_run))
 
 
 def merged(checkpoint: Path | str, output: Path, *, max_shard_size: str = "5GB") -> int:
     return merge.run(
-        merge.MergeArguments(checkpoint=str(checkpoint), output=str(output), max_shard_size=max_shard_size)
+        MergeArguments(checkpoint=str(checkpoint), output=str(output), max_shard_size=max_shard_size)
     )
 
 
 def verified(folder: Path | str) -> int:
-    return verify.run(verify.VerifyArguments(folder=str(folder)))
+    return verify.run(VerifyArguments(folder=str(folder)))
 
 
 def shown(checkpoint: Path | str, *, tensors: bool = False, json: bool = False) -> int:
-    return show.run(show.ShowArguments(checkpoint=str(checkpoint), tensors=tensors, json=json))
+    return show.run(ShowArguments(checkpoint=str(checkpoint), tensors=tensors, json=json))
 
 
 class TestList:
@@ -177,7 +185,7 @@ class TestMerge:
 
     def test_no_such_size_is_told_at_once(self) -> None:
         with pytest.raises(ValueError, match="max_shard_size='5 apples': must be"):
-            merge.MergeArguments(checkpoint="a", output="b", max_shard_size="5 apples")
+            MergeArguments(checkpoint="a", output="b", max_shard_size="5 apples")
 
 
 class TestPrune:
@@ -211,7 +219,7 @@ class TestPrune:
 
     def test_more_may_stay_by_the_rules_of_the_settings(self, tmp_path: Path, context: Context) -> None:
         save(context, tmp_path, 10, 11, 12, 20, 21)
-        arguments = prune.PruneArguments(
+        arguments = PruneArguments(
             directory=str(tmp_path),
             keep_last=1,
             keep_every=10,
@@ -226,7 +234,7 @@ class TestPrune:
         self, tmp_path: Path, context: Context, capsys
     ) -> None:
         save(context, tmp_path, 10, 11)
-        arguments = prune.PruneArguments(directory=str(tmp_path), keep_last=1, keep_best=1, best_metric="lss")
+        arguments = PruneArguments(directory=str(tmp_path), keep_last=1, keep_best=1, best_metric="lss")
         assert prune.run(arguments) == 2
         assert "best_metric='lss': no checkpoint of" in (told := capsys.readouterr().err)
         assert "they have loss" in told
@@ -241,7 +249,7 @@ class TestPrune:
     )
     def test_no_such_rule_is_told_at_once(self, given: dict[str, int], told: str) -> None:
         with pytest.raises(ValueError, match=told):
-            prune.PruneArguments(directory="a", **given)  # pyright: ignore[reportArgumentType]
+            PruneArguments(directory="a", **given)  # pyright: ignore[reportArgumentType]
 
     @pytest.mark.slow
     def test_nothing_goes_while_a_run_writes_there(self, python: str, runs: Path, capsys) -> None:
@@ -355,3 +363,20 @@ def test_a_store_is_reached_by_the_options_of_the_settings(
     monkeypatch.setenv("DRIVETRAIN_CHECKPOINT__STORAGE_OPTIONS", json.dumps(s3_options))
     assert verified(f"{url}/step-1") == 0
     assert capsys.readouterr().out.startswith("step-1: good: ")
+
+
+def test_the_help_imports_no_torch() -> None:
+    pytest.importorskip("drivetrain_launcher")
+    source = (
+        "import sys; from drivetrain_launcher.cli.main import main\n"
+        "for command in sys.argv[1:]:\n"
+        "    try: main(['checkpoint', command, '--help'])\n"
+        "    except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    commands = ["list", "verify", "show", "merge", "prune"]
+    done = subprocess.run(
+        [sys.executable, "-c", source, *commands], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    assert all(f"usage: drivetrain checkpoint {command}" in done.stdout for command in commands)

@@ -1,6 +1,9 @@
 """Learning-rate finder and gradient noise: their numbers, and a run that goes on as if they had not been."""
 
+import json
+import time
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, AccumulationError, find_learning_rate, gradient_noise
+from logged_messages import messages_of
 
 QUIET: Any = {"run": {"show_plan": False}}
 
@@ -21,8 +25,8 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 class Run:
     """A small training with dropout, batch norm, momentum and a schedule that ends with the training."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.accelerator = Accelerator(cpu=True, seed=0, sections=QUIET, **settings)
+    def __init__(self, *, sections: Any = QUIET, **settings: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, seed=0, sections=sections, **settings)
         inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
         data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
         model = nn.Sequential(
@@ -44,6 +48,7 @@ class Run:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed"])
 def test_a_run_goes_on_as_if_nothing_had_been_tried(backend: str) -> None:
     plain = Run(backend=backend).train()
@@ -71,6 +76,64 @@ def test_accumulated_steps_and_a_project_are_left_as_they_were(tmp_path: Path) -
     assert sorted(tmp_path.iterdir()) == files
     for name, value in run.train().items():
         assert torch.equal(value, plain[name]), name
+
+
+@pytest.mark.parametrize("probe", [find_learning_rate, gradient_noise])
+def test_the_first_steps_behind_a_probe_are_looked_at(probe: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    probe(run.accelerator, run.model, run.loader, loss=loss_of)
+    assert caplog.messages == []
+    for batch in islice(run.loader, 3):
+        run.accelerator.backward(loss_of(run.model, batch))
+        run.optimizer.step()
+    assert len(caplog.messages) == 1
+    assert "SGD adds the gradients of this step to those of the one before" in caplog.messages[0]
+    run.accelerator.end_training()
+
+
+def test_a_probe_that_diverges_is_not_told_of_and_counts_no_steps(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    find_learning_rate(run.accelerator, run.model, run.loader, loss=loss_of, num_steps=20)
+    for batch in islice(run.loader, 16):
+        run.accelerator.train_step(batch, loss=lambda model, batch: loss_of(model, batch) * torch.nan)
+    assert [one.partition(",")[0] for one in caplog.messages] == ["the loss of step 16 is nan"]
+    run.accelerator.end_training()
+
+
+def test_a_probe_is_not_measured_beside_the_plan() -> None:
+    run = Run(backend="auto")
+    find_learning_rate(run.accelerator, run.model, run.loader, loss=loss_of, num_steps=10)
+    assert "measured" not in run.accelerator.plan.facts
+    for batch in islice(run.loader, 6):
+        run.accelerator.train_step(batch, loss=loss_of)
+    assert "measured" in run.accelerator.plan.facts
+    run.accelerator.end_training()
+
+
+def test_what_a_probe_trains_is_neither_measured_nor_logged(tmp_path: Path) -> None:
+    def slow(model: nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(0.1)
+        return loss_of(model, batch)
+
+    sections = {**QUIET, "tracking": {"throughput_every_steps": 1}}
+    with messages_of("drivetrain_tracking") as told:
+        run = Run(sections=sections, project_dir=tmp_path, log_with="jsonl")
+        run.accelerator.init_trackers("run")
+        for batch in islice(run.loader, 4):
+            run.accelerator.train_step(batch, loss=loss_of)
+        find_learning_rate(run.accelerator, run.model, run.loader, loss=slow, num_steps=10)
+        gradient_noise(run.accelerator, run.model, run.loader, loss=slow, num_batches=3)
+        for batch in islice(run.loader, 4):
+            run.accelerator.train_step(batch, loss=loss_of)
+        measured = run.accelerator.total_throughput
+        run.accelerator.end_training()
+    assert measured.num_steps == 8
+    assert measured.samples_per_second == pytest.approx(8 * 8 / measured.seconds)
+    assert measured.seconds < 1  # the ten steps and six gradients of the probes sleep 1.6 s
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "throughput/steps_per_second" in line] == list(range(1, 9))
+    assert not any("attempt" in line for line in lines)
+    assert told == []
 
 
 def test_the_noise_of_gaussian_gradients_is_found() -> None:

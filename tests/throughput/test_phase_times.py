@@ -40,6 +40,18 @@ def test_an_inner_phase_does_not_count_for_the_outer_one() -> None:
     assert times.take_ready() == [{"backward": 2.0, "communication": 1.0, "other": 1.0}]
 
 
+def test_time_that_is_left_out_is_in_no_step() -> None:
+    clock = Ticks()
+    times = PhaseTimes(clock)
+    times.skip()  # before the first phase, which begins the first step
+    times.begin("backward")
+    times.end("backward")
+    clock.now += 100
+    times.skip()
+    times.end_step()
+    assert times.take_ready() == [{"backward": 1.0, "other": 1.0}]
+
+
 actions = st.lists(st.tuples(st.sampled_from(["begin", "end", "step"]), st.sampled_from(PHASES)), max_size=40)
 
 

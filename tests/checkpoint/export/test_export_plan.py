@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_checkpoint import StateError, TensorInfo, plan_export
-from drivetrain_checkpoint.export.export_plan import parse_shard_size
+from drivetrain_checkpoint.export.shard_size import parse_shard_size
 
 infos = st.builds(
     lambda shape, dtype: TensorInfo(shape=tuple(shape), dtype=dtype),

@@ -1,5 +1,6 @@
 """Exports on a Hub of the loopback: one commit with a card, downloads by every rank, and what fails."""
 
+import json
 import socket
 import sys
 from collections.abc import Iterator
@@ -175,6 +176,38 @@ def test_what_fails_leaves_nothing_visible_and_says_what_to_do(
     assert hub.repositories["me/hidden"].private
     with pytest.raises(HubError, match=r"Repository Not Found.*check the name"):
         accelerator.from_hub("me/hidden", endpoint=hub.url)
+
+
+def test_adapters_name_their_base_model_as_the_hub_does(
+    hub: PlayedHub, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    (tmp_path / "base").mkdir()
+    base: Any = nn.Sequential(nn.Linear(4, 1))
+    base.name_or_path = str(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
+    model, _ = accelerator.prepare(model, SGD(model.parameters()))
+    export = tmp_path / "export"
+    accelerator.save_model(model, export, trained_only=True)
+    written = (export / "adapter_config.json").read_text()
+    assert str(tmp_path) in written
+
+    def push(**card_data: Any) -> str:
+        return accelerator.push_to_hub(export, "me/tiny", card_data=card_data, endpoint=hub.url, token=TOKEN)
+
+    for wrong in ({}, {"base_model": str(tmp_path)}, {"base_model": ["openai/tiny", "openai/small"]}):
+        with pytest.raises(
+            ValueError, match=r"names the base model by the path '.*/base', which nobody else"
+        ):
+            push(**wrong)
+    assert not hub.repositories
+    push(base_model="openai/tiny")
+    files = hub.repositories["me/tiny"].files
+    named = json.loads(files["adapter_config.json"])
+    assert named == {**json.loads(written), "base_model_name_or_path": "openai/tiny"}
+    assert 'from_pretrained("openai/tiny")' in files["README.md"].decode()
+    assert str(tmp_path).encode() not in b"".join(files.values())
+    assert (export / "adapter_config.json").read_text() == written
 
 
 def test_a_missing_client_is_named_with_its_extra(

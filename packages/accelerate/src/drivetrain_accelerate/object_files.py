@@ -19,7 +19,7 @@ import torch
 from drivetrain_accelerate.plugins.constants import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_checkpoint import write_tensor_file
-from drivetrain_checkpoint.export.export_plan import parse_shard_size
+from drivetrain_checkpoint.export.shard_size import parse_shard_size
 from drivetrain_weights.regular_file import check_regular
 from drivetrain_weights.torch_records import checked_records
 

@@ -192,6 +192,7 @@ def _state_restored(accelerator: Accelerator, model: nn.Module) -> Generator[Pre
         )
     folder = _make_folder(accelerator)
     schedulers = list(prepared.schedulers)
+    accelerator.window.is_probe = True
     try:
         saved = accelerator.save_state(folder, background=False, at_once=True)
         prepared.schedulers.clear()
@@ -208,6 +209,7 @@ def _state_restored(accelerator: Accelerator, model: nn.Module) -> Generator[Pre
                 accelerator.load_state(saved)
         barrier(accelerator.context)
     finally:
+        accelerator.window.is_probe = False
         if accelerator.is_main_process:
             rmtree(folder, ignore_errors=True)
 

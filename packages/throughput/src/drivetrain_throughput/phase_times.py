@@ -91,6 +91,11 @@ class PhaseTimes:
         while self._open.pop() != phase:
             pass
 
+    def skip(self) -> None:
+        """Leave the time since the last boundary out of the step."""
+        if self._since is not None:
+            self._since = self._clock.moment()
+
     def end_step(self) -> None:
         """End the step and all phases that are still open."""
         if self._since is None:

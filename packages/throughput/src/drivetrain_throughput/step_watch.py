@@ -91,6 +91,7 @@ class StepWatch:
 
     Args:
         prepared: The prepared objects, held by a weak reference.
+        is_probe: Return whether what trains is put back afterwards; it is not measured.
         reading: The loaders being read.
         mode: The precision of the run, such as "bf16".
         expert_counts: Return how often this rank's tokens chose each expert, by layers; None if no ranks divide any.
@@ -105,6 +106,7 @@ class StepWatch:
         context: Context,
         settings: TrackingSettings,
         prepared: TrainedObjects,
+        is_probe: Callable[[], bool],
         reading: LoaderTracker,
         trackers: TrackerGroup,
         mode: str,
@@ -116,6 +118,7 @@ class StepWatch:
         self._context, self._every_steps = context, every
         self._prepared = ref(prepared)  # it holds the optimizers, and these call `end_step`
         self._reading, self._num_shards, self._trackers = reading, context.ranks("reads").size, trackers
+        self._is_probe = is_probe
         self._thread = get_ident()
         self._times = PhaseTimes(make_clock(context.device))
         self._meter = ThroughputMeter(window_steps=every or _WINDOW_STEPS)
@@ -132,6 +135,9 @@ class StepWatch:
         """Note a label of the progress record."""
         # A program's own mark may have the text of a member.
         if not isinstance(label, ProgressMark) or get_ident() != self._thread or label not in _BOUNDARIES:
+            return
+        if self._is_probe():
+            self._times.skip()
             return
         phase, begins = _BOUNDARIES[label]
         if begins:
@@ -152,6 +158,9 @@ class StepWatch:
 
     def watch_reads(self, readings: Iterator[Reading]) -> Iterator[Reading]:
         """Pass on a loader's readings, and measure how long the loop waits for each."""
+        if self._is_probe():
+            yield from readings
+            return
         end = object()
         while True:
             self._times.begin("data")
@@ -167,6 +176,8 @@ class StepWatch:
 
     def end_step(self) -> None:
         """End the step when an optimizer has stepped, unless it was skipped or is over. Called on all ranks."""
+        if self._is_probe():
+            return
         self._times.end("optimizer")
         prepared = self._prepared()
         step = max((optimizer.num_steps for optimizer in prepared.optimizers), default=0) if prepared else 0

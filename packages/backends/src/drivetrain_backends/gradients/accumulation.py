@@ -33,6 +33,7 @@ class AccumulationWindow:
         fixed_because: The reason why the number of micro-batches cannot change, set by a backend; None if it can.
         is_open_ended: Whether a window of any length closes only with `begin(is_last=True)`. Programs that count
             micro-batches themselves set this while the window is closed.
+        is_probe: Whether what trains is put back afterwards: what looks at a run's steps leaves it out.
         keeps_divisor: Whether the losses of a window that closes early stay divided by its nominal length, as in
             Accelerate.
         nonfinite_gradients: The treatment of steps whose gradients hold an infinity or NaN: "ignore" does not check,
@@ -52,6 +53,7 @@ class AccumulationWindow:
     next_num_micro_batches: int = field(init=False)
     fixed_because: str | None = field(default=None, init=False)
     is_open_ended: bool = field(default=False, init=False)
+    is_probe: bool = field(default=False, init=False)
     keeps_divisor: bool = field(default=False, init=False)
     length: int = field(default=1, init=False)
     closing: bool = field(default=True, init=False)

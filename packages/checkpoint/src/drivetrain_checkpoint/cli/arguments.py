@@ -1,84 +1,88 @@
-"""Check the folders and URLs given on the command line, and report errors as one line."""
+"""The arguments of the commands of `drivetrain checkpoint`, read without torch."""
 
-import sys
-from collections.abc import Callable
-from functools import wraps
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal
 
-from drivetrain_checkpoint.errors import CheckpointLockedError, CorruptCheckpointError, NoCheckpointError
-from drivetrain_checkpoint.format.layout import MANIFEST, has_manifest, step_folders, step_of
+from drivetrain_checkpoint.export.shard_size import parse_shard_size
 from drivetrain_checkpoint.settings import CheckpointSettings
-from drivetrain_checkpoint.storage.place import Place, locate, storage_of
-from drivetrain_config import ConfigError, resolve
+from drivetrain_messages import argument
 
-# The exit codes of a command that cannot run, and of one that has found damage or could not finish.
-USAGE = 2
-WRONG = 1
+NUM_SHOWN = 10  # tensors per part, without --tensors
 
-DIRECTORY_HELP = "Folder of checkpoints, or its URL."
-CHECKPOINT_HELP = "Folder of a checkpoint, such as runs/step-100, or its URL."
-
-_REPORTED = (
-    ValueError,
-    OSError,
-    ImportError,
-    ConfigError,
-    CorruptCheckpointError,
-    CheckpointLockedError,
-    NoCheckpointError,
-)
-
-Arguments = TypeVar("Arguments")
+_DIRECTORY_HELP = "Folder of checkpoints, or its URL."
+_CHECKPOINT_HELP = "Folder of a checkpoint, such as runs/step-100, or its URL."
 
 
-def report_errors(run: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
-    """Wrap a command: an error prints one line on stderr instead of a traceback, and the exit code is 2."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListArguments:
+    """The arguments of `drivetrain checkpoint list`."""
 
-    @wraps(run)
-    def report(arguments: Arguments) -> int:
-        try:
-            return run(arguments)
-        except _REPORTED as error:
-            text = " ".join(str(error).split())
-            sys.stderr.write(f"drivetrain: error: {text}\n")
-            return USAGE
-
-    return report
+    directory: str = argument(..., _DIRECTORY_HELP, positional=True)
+    json: bool = argument(False, "Print JSON, for programs.")
 
 
-def place_of(text: str) -> Place:
-    """Return the place of a folder or URL, with the storage options of the `checkpoint` section."""
-    options = resolve(CheckpointSettings, section="checkpoint").value.storage_options
-    place = locate(text, options)
-    if not storage_of(place).is_folder(place):
-        raise NoCheckpointError(
-            f"{place} is no folder: name a folder of checkpoints, or a checkpoint, such as runs/step-100"
-        )
-    return place
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyArguments:
+    """The arguments of `drivetrain checkpoint verify`."""
 
-
-def directory_of(text: str) -> Place:
-    """Return the place of a folder that holds checkpoints, valid or not."""
-    place = place_of(text)
-    if has_manifest(place) or step_of(place) is not None:
-        raise NoCheckpointError(f"{place} is a checkpoint: name the folder that it is in, {place.parent}")
-    if not step_folders(place):
-        if step_folders(place / "checkpoints"):
-            raise NoCheckpointError(f"{place} holds no checkpoints itself: name {place / 'checkpoints'}")
-        raise NoCheckpointError(
-            f"{place} holds no checkpoints: name the folder in which step-1, step-2 and so on lie"
-        )
-    return place
-
-
-def checkpoint_of(text: str) -> Place:
-    """Return the place of a folder that has a manifest, valid or not."""
-    place = place_of(text)
-    if has_manifest(place):
-        return place
-    if inside := step_folders(place) or step_folders(place / "checkpoints"):
-        raise NoCheckpointError(f"{place} is no checkpoint but holds some: name one, such as {inside[-1]}")
-    why = "a save that was never completed" if step_of(place) is not None else "no checkpoint"
-    raise NoCheckpointError(
-        f"{place} is {why}, for it has no {MANIFEST}: name a folder such as runs/step-100"
+    folder: str = argument(
+        ..., "Folder of a checkpoint or of several checkpoints, or its URL.", positional=True
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowArguments:
+    """The arguments of `drivetrain checkpoint show`."""
+
+    checkpoint: str = argument(..., _CHECKPOINT_HELP, positional=True)
+    tensors: bool = argument(False, f"List all tensors, not the first {NUM_SHOWN} of each part.")
+    json: bool = argument(False, "Print JSON, for programs: all tensors too.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeArguments:
+    """The arguments of `drivetrain checkpoint merge`."""
+
+    checkpoint: str = argument(..., _CHECKPOINT_HELP, positional=True)
+    output: str = argument(..., "Folder of the export; an export in the folder is replaced.", positional=True)
+    model: str | None = argument(None, "Name of the model in the checkpoint; by default the only model.")
+    max_shard_size: str = argument("5GB", "Largest size of the tensors in one file: bytes, 5GB, 512MiB.")
+
+    def __post_init__(self) -> None:
+        _ = self.max_shard_bytes
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """The largest size of the tensors in one file, in bytes."""
+        text = self.max_shard_size
+        return parse_shard_size(int(text) if text.isdecimal() else text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneArguments:
+    """The arguments of `drivetrain checkpoint prune`."""
+
+    directory: str = argument(..., _DIRECTORY_HELP, positional=True)
+    keep_last: int = argument(..., "Number of valid checkpoints to keep, those saved last.")
+    keep_every: int | None = argument(None, "Interval in steps of checkpoints to keep too, such as 10000.")
+    keep_best: int = argument(0, "Number of best checkpoints by best_metric to keep too.")
+    best_metric: str | None = argument(None, "Name of a save's metric that rates checkpoints.")
+    best_mode: Literal["min", "max"] = argument(
+        "min", "Whether the smallest or the largest value is the best."
+    )
+    dry_run: bool = argument(False, "List the folders to delete, and delete nothing.")
+
+    def __post_init__(self) -> None:
+        """Check the rules in the same way as the `checkpoint` section."""
+        _ = self.keep
+
+    @property
+    def keep(self) -> CheckpointSettings:
+        """The rules for which checkpoints to keep."""
+        return CheckpointSettings(
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+            keep_best=self.keep_best,
+            best_metric=self.best_metric,
+            best_mode=self.best_mode,
+        )

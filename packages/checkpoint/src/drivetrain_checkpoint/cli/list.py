@@ -2,25 +2,17 @@
 
 import json
 import sys
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, directory_of, report_errors
+from drivetrain_checkpoint.cli.arguments import ListArguments
+from drivetrain_checkpoint.cli.given_places import directory_of, report_errors
 from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, table, time_text
 from drivetrain_checkpoint.format.layout import step_of
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.storage.place import storage_of
-from drivetrain_messages import argument, format_size
+from drivetrain_messages import format_size
 
 _HEADER = ("step", "saved at", "age", "size", "ranks", "models", "state")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListArguments:
-    """The arguments of `drivetrain checkpoint list`."""
-
-    directory: str = argument(..., DIRECTORY_HELP, positional=True)
-    json: bool = argument(False, "Print JSON, for programs.")
 
 
 @report_errors

@@ -3,45 +3,15 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, WRONG, directory_of, report_errors
+from drivetrain_checkpoint.cli.arguments import PruneArguments
+from drivetrain_checkpoint.cli.given_places import WRONG, directory_of, report_errors
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.saving.retention import delete, plan_retention
 from drivetrain_checkpoint.saving.writer_lock import lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
-from drivetrain_messages import argument, format_count, format_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruneArguments:
-    """The arguments of `drivetrain checkpoint prune`."""
-
-    directory: str = argument(..., DIRECTORY_HELP, positional=True)
-    keep_last: int = argument(..., "Number of valid checkpoints to keep, those saved last.")
-    keep_every: int | None = argument(None, "Interval in steps of checkpoints to keep too, such as 10000.")
-    keep_best: int = argument(0, "Number of best checkpoints by best_metric to keep too.")
-    best_metric: str | None = argument(None, "Name of a save's metric that rates checkpoints.")
-    best_mode: Literal["min", "max"] = argument(
-        "min", "Whether the smallest or the largest value is the best."
-    )
-    dry_run: bool = argument(False, "List the folders to delete, and delete nothing.")
-
-    def __post_init__(self) -> None:
-        """Check the rules in the same way as the `checkpoint` section."""
-        _ = self.keep
-
-    @property
-    def keep(self) -> CheckpointSettings:
-        """The rules for which checkpoints to keep."""
-        return CheckpointSettings(
-            keep_last=self.keep_last,
-            keep_every=self.keep_every,
-            keep_best=self.keep_best,
-            best_metric=self.best_metric,
-            best_mode=self.best_mode,
-        )
+from drivetrain_messages import format_count, format_size
 
 
 @report_errors

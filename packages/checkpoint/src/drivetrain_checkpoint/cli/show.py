@@ -3,27 +3,16 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from drivetrain_checkpoint.cli.arguments import CHECKPOINT_HELP, checkpoint_of, report_errors
+from drivetrain_checkpoint.cli.arguments import NUM_SHOWN, ShowArguments
+from drivetrain_checkpoint.cli.given_places import checkpoint_of, report_errors
 from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, table, time_text
 from drivetrain_checkpoint.format.manifest import Manifest, encode_plan, read_manifest
 from drivetrain_checkpoint.loading.discovery import inspect
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_messages import argument, format_count, format_size
-
-_NUM_SHOWN = 10  # tensors per part, without --tensors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShowArguments:
-    """The arguments of `drivetrain checkpoint show`."""
-
-    checkpoint: str = argument(..., CHECKPOINT_HELP, positional=True)
-    tensors: bool = argument(False, f"List all tensors, not the first {_NUM_SHOWN} of each part.")
-    json: bool = argument(False, "Print JSON, for programs: all tensors too.")
+from drivetrain_messages import format_count, format_size
 
 
 @report_errors
@@ -41,7 +30,7 @@ def run(arguments: ShowArguments) -> int:
     for part, tensors in manifest.tensors.items():
         if not tensors:
             continue
-        shown = list(tensors.items())[: None if arguments.tensors else _NUM_SHOWN]
+        shown = list(tensors.items())[: None if arguments.tensors else NUM_SHOWN]
         size = format_size(sum(tensor.size_bytes for tensor in tensors.values()))
         rows = [
             (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_pieces)) for name, tensor in shown

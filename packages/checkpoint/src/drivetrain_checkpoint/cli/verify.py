@@ -1,9 +1,9 @@
 """Verify every block of a checkpoint, and report damage."""
 
 import sys
-from dataclasses import dataclass
 
-from drivetrain_checkpoint.cli.arguments import WRONG, checkpoint_of, directory_of, place_of, report_errors
+from drivetrain_checkpoint.cli.arguments import VerifyArguments
+from drivetrain_checkpoint.cli.given_places import WRONG, checkpoint_of, directory_of, place_of, report_errors
 from drivetrain_checkpoint.cli.printing import Progress
 from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.format.layout import has_manifest, step_of
@@ -11,16 +11,7 @@ from drivetrain_checkpoint.format.manifest import read_manifest
 from drivetrain_checkpoint.loading.discovery import find_checkpoints
 from drivetrain_checkpoint.loading.verify import verify_checkpoint
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_messages import argument, format_count, format_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyArguments:
-    """The arguments of `drivetrain checkpoint verify`."""
-
-    folder: str = argument(
-        ..., "Folder of a checkpoint or of several checkpoints, or its URL.", positional=True
-    )
+from drivetrain_messages import format_count, format_size
 
 
 @report_errors

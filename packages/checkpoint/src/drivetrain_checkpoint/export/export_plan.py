@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from drivetrain_checkpoint.errors import StateError
-from drivetrain_messages import SIZE_UNITS, parse_size
+from drivetrain_checkpoint.export.shard_size import parse_shard_size
 from drivetrain_weights.safetensors_layout import DTYPE_NAMES
 
 SINGLE_FILE = "model.safetensors"
@@ -124,24 +124,6 @@ def plan_export(
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     files = dict(zip(names if len(shards) > 1 else [SINGLE_FILE], map(tuple, shards), strict=True))
     return ExportPlan(files=files, tensors=kept, ties=ties)
-
-
-def parse_shard_size(max_shard_size: int | str) -> int:
-    """Return the bytes of `max_shard_size`, such as 1000, "5GB" or "512MiB".
-
-    Raises:
-        ValueError: The size is invalid or not above 0; the message says what is allowed.
-    """
-    try:
-        size_bytes = parse_size(max_shard_size)
-    except ValueError:
-        size_bytes = 0
-    if size_bytes < 1:
-        raise ValueError(
-            f"max_shard_size={max_shard_size!r}: must be a number of bytes above 0, or one with a unit such as "
-            f"'5GB' or '512MiB' (units: {', '.join(SIZE_UNITS)})"
-        )
-    return size_bytes
 
 
 def _describe(name: object, tensor: Shaped) -> TensorInfo:

@@ -148,7 +148,7 @@ def _build(
     if is_main:
         _add_words(parts, window)
     if given.tracking.measures_throughput:
-        _add_watch(parts, given.tracking)
+        _add_watch(parts, window, given.tracking)
     if policy.recipe is not None:
         _add_fp8(parts, policy.recipe)
     if is_open:
@@ -170,7 +170,7 @@ def _add_words(parts: Parts, window: AccumulationWindow) -> None:
     parts.words = LoopWords(parts.prepared, window, parts.reading, parts.shard, keeps_logs=keeps_logs)
 
 
-def _add_watch(parts: Parts, settings: TrackingSettings) -> None:
+def _add_watch(parts: Parts, window: AccumulationWindow, settings: TrackingSettings) -> None:
     """Add what measures the throughput."""
     from drivetrain_parallel import expert_counts
     from drivetrain_throughput.step_watch import StepWatch
@@ -179,6 +179,7 @@ def _add_watch(parts: Parts, settings: TrackingSettings) -> None:
         context=parts.context,
         settings=settings,
         prepared=parts.prepared,
+        is_probe=lambda: window.is_probe,
         reading=parts.reading,
         trackers=parts.trackers,
         mode=parts.policy.mode,

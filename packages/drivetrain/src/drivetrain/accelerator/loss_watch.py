@@ -22,8 +22,8 @@ class LossWatch:
 
     def __init__(self, parts: Parts) -> None:
         device = parts.context.device
-        self._device = device  # and not the parts, whose step calls this: a cycle would keep the models
-        self._prepared = ref(parts.prepared)
+        # And not the parts, whose step calls this: a cycle would keep the models.
+        self._device, self._window, self._prepared = device, parts.backend.window, ref(parts.prepared)
         self._loss: Tensor | None = None
         self._copy = torch.zeros((), pin_memory=device.type != "cpu" and traits_of(device.type).copies_aside)
         self._num_steps = self._seen = 0
@@ -32,7 +32,8 @@ class LossWatch:
 
     def note(self, loss: Tensor) -> None:
         """Remember a loss."""
-        self._loss = loss.detach() if not self._has_told else None
+        if not self._window.is_probe:
+            self._loss = loss.detach() if not self._has_told else None
 
     def finish(self) -> None:
         """Look at the last loss."""
@@ -40,6 +41,8 @@ class LossWatch:
         self._tell()
 
     def _end_step(self) -> None:
+        if self._window.is_probe:
+            return
         self._num_steps += 1
         if self._num_steps % _EVERY == 0:
             self._tell()

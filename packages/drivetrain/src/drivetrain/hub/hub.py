@@ -34,7 +34,8 @@ class Hub(HasParts):
             repo_id: The repository, as "name" or "owner/name"; it is created if missing.
             private: Whether the repository is private. None creates a repository of the account's default.
             message: The message of the commit.
-            card_data: Entries of the card's front matter, such as `{"license": "mit", "datasets": ["me/data"]}`.
+            card_data: Entries of the card's front matter, such as `{"license": "mit", "datasets": ["me/data"]}`. Its
+                "base_model" takes the place of a path that PEFT has written into adapter_config.json.
             token: A token that may write; by default, the one that the host of rank 0 has stored or HF_TOKEN holds.
             endpoint: The URL of the Hub; by default, HF_ENDPOINT or https://huggingface.co.
 
@@ -44,7 +45,8 @@ class Hub(HasParts):
         Raises:
             HubError: The upload failed; the Hub shows all of it or nothing.
             FileNotFoundError: There is no such folder.
-            NoCheckpointError, CorruptCheckpointError, ValueError: The folder holds no complete export, or a run.
+            NoCheckpointError, CorruptCheckpointError, ValueError: The folder holds no complete export, or a run, or
+                adapters that name their base model by a path, without a "base_model" in `card_data`.
             ImportError: huggingface_hub is not installed; `drivetrain[hub]` brings it.
             OtherRankFailedError: The main process failed; the message holds its error.
         """

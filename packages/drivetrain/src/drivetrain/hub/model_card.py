@@ -5,13 +5,13 @@ which may be paths, hosts or secrets.
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from drivetrain.hub.base_model import BASE, CONFIG, name_on_hub
 from drivetrain.hub.run_curves import MetricCurve
 from drivetrain.plan.effective_plan import EffectivePlan
 from drivetrain_checkpoint import open_export
@@ -29,7 +29,6 @@ _FACTS = (
 )
 _UNSHOWN_SECTIONS = ("state", "checkpoint", "tracking")  # how a run is kept, not what it computes
 _MOST_METRICS = 24
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +48,17 @@ class ExportFacts:
     base_model: str | None = None
 
 
-def describe_export(folder: Path) -> ExportFacts:
+def describe_export(folder: Path, base_model: object = None) -> ExportFacts:
     """Read the headers and configurations of an export.
+
+    Args:
+        folder: The folder of the export.
+        base_model: The name on the Hub of the model under adapters that name a path; None if it is not given.
 
     Raises:
         NoCheckpointError, CorruptCheckpointError, ValueError: The folder holds no complete export; see `open_export`.
     """
-    adapter = next(iter(sorted(folder.rglob("adapter_config.json"))), None)
+    adapter = next(iter(sorted(folder.rglob(CONFIG))), None)
     places = open_export(folder if adapter is None else adapter.parent).places.values()
     stored = {(place.file, place.name): place.info for place in places}.values()
     num_files = len({place.file for place in places})
@@ -63,8 +66,7 @@ def describe_export(folder: Path) -> ExportFacts:
     dtypes = ", ".join(sorted({str(info.dtype).removeprefix("torch.") for info in stored}))
     weights = f"{sum(prod(info.shape) for info in stored):,} values of {dtypes} in {count}"
     if adapter is not None:
-        base = json.loads(adapter.read_text()).get("base_model_name_or_path") or ""
-        on_hub = base if _HUB_NAME.fullmatch(base) and not Path(base).exists() else None
+        on_hub = name_on_hub(json.loads(adapter.read_text()).get(BASE)) or name_on_hub(base_model)
         within = "" if adapter.parent == folder else f', subfolder="{adapter.parent.relative_to(folder)}"'
         load = (
             "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from drivetrain.hub.base_model import name_bases
 from drivetrain.hub.model_card import ExportFacts, describe_export, model_card
 from drivetrain.hub.run_curves import draw_losses, read_curves
 from drivetrain.hub.transfer import Files, files_to_push
@@ -33,7 +34,9 @@ def push(
 
     def push_on_main() -> str:
         json.dumps(dict(card_data))  # what is no JSON is a TypeError before anything is created
-        files, export = files_to_push(folder), describe_export(folder)
+        base_model = card_data.get("base_model")
+        files, export = files_to_push(folder), describe_export(folder, base_model)
+        files = name_bases(files, base_model)
         return upload(lambda repo_id: _with_card(files, repo_id, export, parts, card_data))
 
     action = push_on_main if parts.context.topology.is_main else None

@@ -69,6 +69,8 @@ class LoopWords:
 
     def begin_backward(self) -> None:
         """Look at the loop of the first loss, and at what was cleared before this one."""
+        if self._window.is_probe:
+            return
         if not self._num_backwards and self._shard.count > 1 and (loop := UnpreparedLoops().innermost()):
             logger.warning(
                 "the model trains in the loop over %s, which is a DataLoader that was not prepared: unless its data "
@@ -109,7 +111,7 @@ class LoopWords:
 
     def _before_step(self, of: ref[PreparedOptimizer]) -> bool:
         """Look at a step; return True after an optimizer's second."""
-        if (optimizer := of()) is None or not self._window.closing:
+        if (optimizer := of()) is None or self._window.is_probe or not self._window.closing:
             return optimizer is None
         name = type(optimizer.optimizer).__name__
         if self._seen.get(optimizer, 0) == self._num_backwards and not _has_gradients(optimizer):

@@ -36,7 +36,7 @@ class StepCheck:
 
     def end_step(self) -> None:
         """Count a step; after the last that is measured, tell what was found. Called on all ranks."""
-        if (parts := self._parts) is None:
+        if (parts := self._parts) is None or parts.backend.window.is_probe:
             return
         total = max((one.num_steps for one in parts.prepared.optimizers), default=0)
         before, self._last = self._last, total
