@@ -1,7 +1,7 @@
 """Read how the folders of a package import each other, and put them on levels. Pure but for reading the sources."""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def levels_of(parts: Mapping[str, Part]) -> list[list[str]]:
 def _imported(file: Path, package: str) -> set[str]:
     """Return the parts of a package that a file imports from."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(file.read_text(encoding="utf-8"))):
         modules: list[str] = []
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -83,3 +83,11 @@ def _imported(file: Path, package: str) -> set[str]:
             modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         found |= {module.split(".")[1] for module in modules if module.startswith(f"{package}.")}
     return found
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Give the statements below a node: an import is one, and most of a tree are expressions."""
+    for block in ("body", "handlers", "cases", "orelse", "finalbody"):
+        for node in getattr(tree, block, ()):
+            yield node
+            yield from _statements(node)

@@ -154,7 +154,7 @@ def image(pipeline: Any, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.default_cases("flux-disk", "stable_diffusion-copied")
+@pytest.mark.default_cases("flux-disk")
 def test_images_are_the_same_and_weights_come_before_they_are_used(
     pipeline: Any, way: str, tmp_path: Path
 ) -> None:

@@ -60,10 +60,10 @@ def break_off(whole: Path, part: Path) -> Path:
     ("example", "args", "export"),
     [
         ("image_classifier.py", IMAGES, EXPORT),
-        ("gan.py", GAN, EXPORT),
+        pytest.param("gan.py", GAN, EXPORT, marks=pytest.mark.slow),
         ("lora.py", LORA, "adapter/adapter_model.safetensors"),
-        ("dpo.py", DPO, EXPORT),
-        ("fp8.py", FP8, None),
+        pytest.param("dpo.py", DPO, EXPORT, marks=pytest.mark.slow),
+        pytest.param("fp8.py", FP8, None, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_ends_with_the_weights_of_one_without_a_break(

@@ -101,7 +101,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
 @pytest.mark.parametrize(
     ("flags", "num_processes"),
     [
-        (("--backend", "fsdp"), 2),
+        pytest.param(("--backend", "fsdp"), 2, marks=pytest.mark.slow),
         pytest.param(("--backend", "deepspeed", "--deepspeed-stage", "3"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-tensor", "2"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-tensor", "2"), 4, marks=pytest.mark.slow),

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,16 +24,21 @@ def make(device="xla", **xla):
 """
 
 
-def run(program: str, **variables: str) -> str:
+@pytest.fixture
+def run(python: str) -> Callable[..., str]:
     """Run a program and return the last line of its errors."""
     skip_without("drivetrain")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
-    finished = subprocess.run(
-        [sys.executable, "-c", HEAD + program],
-        env={**environment, **variables}, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert finished.returncode == 1, finished.stderr
-    return finished.stderr.strip().splitlines()[-1]
+
+    def run(program: str, **variables: str) -> str:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
+        finished = subprocess.run(
+            [python, "-c", HEAD + program],
+            env={**environment, **variables}, capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        assert finished.returncode == 1, finished.stderr
+        return finished.stderr.strip().splitlines()[-1]
+
+    return run
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch-xla is installed")
@@ -45,12 +50,12 @@ def test_a_missing_library_is_named_with_the_torch_that_it_wants() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch-xla is installed")
-def test_a_device_that_only_torch_xla_brings_is_refused() -> None:
+def test_a_device_that_only_torch_xla_brings_is_refused(run: Callable[..., str]) -> None:
     message = run("make()")
     assert "has none that torch can use; install torch-xla (pip install 'torch==2.9.*'" in message
 
 
-def test_axes_are_refused_with_what_xla_has_in_their_place() -> None:
+def test_axes_are_refused_with_what_xla_has_in_their_place(run: Callable[..., str]) -> None:
     message = run("Accelerator(backend='xla', sections={'parallel': {'tensor': 2}})")
     assert "tensor=2 under backend='xla': one process drives all devices" in message
     assert set(XLASettings.refused_axes) == {*AXES, "expert"}
@@ -81,7 +86,9 @@ def test_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check_installed()
 
 
-def test_an_extension_that_does_not_load_is_an_error_of_the_device(tmp_path: Path) -> None:
+def test_an_extension_that_does_not_load_is_an_error_of_the_device(
+    run: Callable[..., str], tmp_path: Path
+) -> None:
     (tmp_path / "torch_xla").mkdir()
     (tmp_path / "torch_xla" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN5torch')")
     message = run("make()", PYTHONPATH=str(tmp_path))
@@ -118,12 +125,14 @@ def test_an_extension_that_does_not_load_is_an_error_of_the_device(tmp_path: Pat
         ("make(spmd='data'); make(spmd='off')", {}, "xla.spmd='off': SPMD has begun in this process"),
     ],
 )
-def test_what_cannot_begin_says_what_would_do(program: str, variables: dict[str, str], message: str) -> None:
+def test_what_cannot_begin_says_what_would_do(
+    run: Callable[..., str], program: str, variables: dict[str, str], message: str
+) -> None:
     assert message in run(program, **variables)
 
 
 @pytest.mark.devices(1, 2)
-def test_a_seed_set_before_the_accelerator_is_that_of_xlas_generator() -> None:
+def test_a_seed_set_before_the_accelerator_is_that_of_xlas_generator(run: Callable[..., str]) -> None:
     program = (
         "torch.manual_seed(7); make(); import torch_xla.core.xla_model as x; exit(str(x.get_rng_state()))"
     )

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain_checkpoint import StateError, TensorInfo, plan_export
@@ -17,6 +17,7 @@ infos = st.builds(
 models = st.dictionaries(st.text(min_size=1, max_size=4), infos, max_size=12)
 
 
+@settings(max_examples=12)  # to draw a model takes 0.1 s
 @given(models, st.integers(1, 400))
 def test_every_tensor_is_in_one_file_in_order_and_no_file_is_above_the_limit_but_for_one_tensor(
     tensors: dict[str, TensorInfo], limit: int

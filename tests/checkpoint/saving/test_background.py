@@ -157,7 +157,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("end", "code"), [("waits", 0), ("raises", 1), ("exits", 3), ("interrupted", -signal.SIGINT)]
 )
-@pytest.mark.default_cases("exits-3")
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_save_however_the_others_end(
     run_ranks_script, tmp_path: Path, end: str, code: int
 ) -> None:

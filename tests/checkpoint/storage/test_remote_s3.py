@@ -89,6 +89,7 @@ def test_large_files_go_in_parts_and_come_back_in_blocks(make) -> None:
     assert unfinished(checkpointer) == []
 
 
+@pytest.mark.slow
 def test_a_step_saved_again_replaces_the_old_one_and_older_steps_leave_nothing(make) -> None:
     checkpointer = make(keep_last=1)
     save(checkpointer, 10)

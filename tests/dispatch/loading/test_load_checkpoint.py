@@ -91,7 +91,7 @@ def build(kinds: list[str]) -> nn.Sequential:
     return nn.Sequential(*made)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data(), kinds=st.lists(layers, max_size=5), real=st.booleans(), num_shards=st.integers(1, 3))
 def test_any_model_gets_its_values(
     tmp_path_factory, data: st.DataObject, kinds: list[str], real: bool, num_shards: int

@@ -50,7 +50,7 @@ def wait_for_progress(log: JSONLTracker, process: "subprocess.Popen[bytes]", *, 
     ("rounds", "seed"),
     # 200 rounds in four parts: the slow stage begins no part after its time is over.
     [
-        (3, 0),
+        (2, 0),
         *(pytest.param(50, seed, marks=[pytest.mark.slow, pytest.mark.timeout(400)]) for seed in range(4)),
     ],
 )
