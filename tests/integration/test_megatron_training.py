@@ -82,12 +82,14 @@ def check(kind: str, parallelism: ParallelDims, **options: Any) -> None:
 
 @pytest.mark.ranks(2, timeout_seconds=170)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixtral"])
+@pytest.mark.default_cases("llama", "mixtral")
 def test_two_ranks_that_divide_layers_train_as_one_process(kind: str) -> None:
     check(kind, ParallelDims(tensor=2))
 
 
 @pytest.mark.ranks(2, timeout_seconds=170)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "tied llama"])
+@pytest.mark.default_cases("tied llama")
 def test_two_ranks_that_divide_sequences_too_train_as_one_process(kind: str) -> None:
     check(kind, ParallelDims(tensor=2), sequence_parallel=True)
 
@@ -156,6 +158,7 @@ def check_stages(kind: str, parallelism: ParallelDims) -> None:
 
 @pytest.mark.ranks(2, timeout_seconds=170)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.default_cases("llama")
 def test_two_stages_train_as_one_process(kind: str) -> None:
     check_stages(kind, ParallelDims(pipeline=2))
 

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from launch_fixtures import clean_environment
@@ -16,11 +15,15 @@ print(f"rank {accelerator.process_index} of {accelerator.num_processes} on {acce
 """
 
 
-def test_a_job_is_tried_without_a_tpu_by_the_commands_of_the_page(tmp_path: Path) -> None:
+def test_a_job_is_tried_without_a_tpu_by_the_commands_of_the_page(python: str, tmp_path: Path) -> None:
+    command = tmp_path / "bin" / "drivetrain"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {python} -m drivetrain_launcher "$@"\n')
+    command.chmod(0o700)
     (tmp_path / "train.py").write_text(SCRIPT)
     section = PAGE.read_text().partition("## Without a TPU")[2].partition("\n## ")[0]
     commands = [line.removeprefix("$ ") for line in section.splitlines() if line.startswith("$ ")]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["sh", "-ec", "\n".join(commands)],
         cwd=tmp_path, env=clean_environment(PATH=path), capture_output=True, text=True, check=False, timeout=120,
