@@ -5,7 +5,8 @@ A fresh interpreter spends some seconds of a core on torch and on what is ours, 
 way. Where only a fresh interpreter will do, because of its flags or of variables that an import here has read, it is
 one.
 
-    server     imports, then forks a keeper for each process that is asked for
+    server     imports, then forks a keeper for each process that is asked for; a second one, forked off it, has
+               libraries too
     keeper     forks the process, hands it signals, tells the shim how it ended; it is the process's parent
     process    has the shim's arguments, variables, folder and open files, and the server's hash seed and limits
     shim       the program that was started in place of `python` (preloaded_shim.py); ends as the process does
@@ -46,6 +47,8 @@ IMPORTS = [
     "drivetrain_backends.fsdp.backend", "drivetrain_launcher.cli.main", "drivetrain_launcher.run.elastic",
     "drivetrain.accelerator.accelerator",
 ]  # fmt: skip
+# What ranks of many tests import too, each for seconds of its own.
+LIBRARIES = ["transformers.models.gpt2.modeling_gpt2", "drivetrain_megatron.library"]
 # No import above reads them: with others of these, a forked process is as good as a fresh one.
 _READ_LATE = (
     "DRIVETRAIN_", "TEST_", "PYTEST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_",
@@ -63,28 +66,40 @@ class PreloadedPython:
 
     Args:
         environment: Its variables.
+        with_libraries: Whether it forks another that imports `LIBRARIES` too.
 
     Attributes:
         executable: The path of the program that stands for `python`.
+        executable_with_libraries: The path of the one that has imported `LIBRARIES`; the same without that process.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], *, with_libraries: bool = False) -> None:
         self._folder = TemporaryDirectory(prefix="python-")
-        folder = Path(self._folder.name)
-        self.executable = str(folder / "python")
+        programs = [self._program(name) for name in ("torch", "libraries")[: 1 + with_libraries]]
+        self.executable, self.executable_with_libraries = programs[0][0], programs[-1][0]
+        words = [word for executable, server in programs for word in (str(server.fileno()), executable)]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *words],
+            env=dict(environment),
+            stdin=subprocess.PIPE,  # the process ends when this does
+            stdout=subprocess.DEVNULL,
+            pass_fds=[server.fileno() for _, server in programs],
+        )
+        for _, server in programs:
+            server.close()
+
+    def _program(self, name: str) -> tuple[str, socket.socket]:
+        """Write the program that stands for `python`; return its path and the socket that it asks."""
+        folder = Path(self._folder.name, name)
+        folder.mkdir()
+        executable = folder / "python"
         # Isolated and without site-packages, it starts in some milliseconds.
-        Path(self.executable).write_text(f"#!{sys.executable} -IS\n{_SHIM.read_text()}")
-        Path(self.executable).chmod(0o700)
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(folder / "socket"))
-            server.listen()
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(server.fileno()), self.executable],
-                env=dict(environment),
-                stdin=subprocess.PIPE,  # the process ends when this does
-                stdout=subprocess.DEVNULL,
-                pass_fds=[server.fileno()],
-            )
+        executable.write_text(f"#!{sys.executable} -IS\n{_SHIM.read_text()}")
+        executable.chmod(0o700)
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(str(folder / "socket"))
+        server.listen()
+        return str(executable), server
 
     def close(self) -> None:
         """End the process; what it has forked goes on without it."""
@@ -269,14 +284,26 @@ def _show(
     hook(kind, error.with_traceback(traceback), traceback)
 
 
-if __name__ == "__main__":
-    own_variables = dict(os.environ)  # torch._dynamo adds one
-    for name in IMPORTS:
+def _import(names: Sequence[str]) -> None:
+    """Import what is installed of `names`, out of sight of every later collection of garbage."""
+    for name in names:
         package = importlib.util.find_spec(name.partition(".")[0])
         # A package may be tried alone. Folders of tests have names of packages too, without an __init__.py.
         if package is not None and package.origin is not None:
-            importlib.import_module(name)
+            with suppress(ImportError):  # of ours whose own library is missing
+                importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would leave this process's other threads behind"
     gc.collect()
     gc.freeze()  # no process collects what it shares with the others
-    become(serve(socket.socket(fileno=int(sys.argv[1])), own_variables), sys.argv[2])
+
+
+if __name__ == "__main__":
+    own_variables = dict(os.environ)  # torch._dynamo adds one
+    _import(IMPORTS)
+    program, other = sys.argv[1:3], sys.argv[3:]
+    if other and not os.fork():
+        program, other = other, program
+        _import(LIBRARIES)
+    if other:
+        os.close(int(other[0]))
+    become(serve(socket.socket(fileno=int(program[0])), own_variables), program[1])

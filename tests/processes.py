@@ -215,7 +215,8 @@ class RankPool:
         """Call `function(*args)` on every rank and return the results in rank order."""
         if not self._connections:
             self._start()
-            self._pids = cast("list[int]", self._answers(60))  # once they are joined
+            # Once they are joined; what forks the first of them has libraries to import.
+            self._pids = cast("list[int]", self._answers(120))
         self._send(signal.SIGCONT)
         where = (Path(function.__code__.co_filename), function.__module__, function.__name__)
         call = pickle.dumps((*where, pickle.dumps(args)))

@@ -55,23 +55,37 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def start_pythons(config: pytest.Config) -> tuple[str, ...]:
-    """Start the programs that stand for `python`; they end with the run of tests that `config` describes."""
+    """Start the programs that stand for `python`; they end with the run of tests that `config` describes.
+
+    The last two stand for it in pools, whose ranks may have imported anything in the tests before: where whole
+    folders that need `LIBRARIES` run, these have them.
+    """
     if sys.platform != "linux":  # they hand open files on as /proc lists them, and wait by pidfd
-        return (sys.executable,)
-    preloaded = [PreloadedPython(rank_environment(0, 1, 0, {})) for _ in range(2)]
+        return (sys.executable,) * 4
+    needed = any(Path(name).name in ("tests", "integration", "megatron") for name in config.args)
+    preloaded = [PreloadedPython(rank_environment(0, 1, 0, {}), with_libraries=needed) for _ in range(2)]
     for each in preloaded:
         config.add_cleanup(each.close)
-    return tuple(each.executable for each in preloaded)
+    return (
+        *(each.executable for each in preloaded),
+        *(each.executable_with_libraries for each in preloaded),
+    )
 
 
 @pytest.fixture(scope="session")
-def pythons(pytestconfig: pytest.Config) -> tuple[str, ...]:
+def all_pythons(pytestconfig: pytest.Config) -> tuple[str, ...]:
+    """Four programs, see `start_pythons`."""
+    shared = getattr(pytestconfig, "workerinput", {}).get("pythons")
+    return tuple(shared) if shared else start_pythons(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def pythons(all_pythons: tuple[str, ...]) -> tuple[str, ...]:
     """Programs that stand for `python` and have imported torch before they start; see preloaded.py.
 
     Two, since what one forks has one hash seed: ranks that walk a set in the order of its hashes must not agree here.
     """
-    shared = getattr(pytestconfig, "workerinput", {}).get("pythons")
-    return tuple(shared) if shared else start_pythons(pytestconfig)
+    return all_pythons[:2]
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +112,7 @@ def rank_pools(all_rank_pools: dict[int, RankPool]) -> Iterator[dict[int, RankPo
 
 
 @pytest.fixture
-def run_ranks(rank_pools: dict[int, RankPool], pythons: tuple[str, ...]) -> Callable[..., list[object]]:
+def run_ranks(rank_pools: dict[int, RankPool], all_pythons: tuple[str, ...]) -> Callable[..., list[object]]:
     """Call a module-level function on every rank of a gloo group of long-lived processes.
 
     `run_ranks(function, *args, num_processes=2, timeout_seconds=60)` returns the ranks' results in rank order.
@@ -108,7 +122,7 @@ def run_ranks(rank_pools: dict[int, RankPool], pythons: tuple[str, ...]) -> Call
     def run(
         function: Callable[..., object], *args: object, num_processes: int = 2, timeout_seconds: float = 60
     ) -> list[object]:
-        pool = rank_pools.setdefault(num_processes, RankPool(num_processes, pythons=pythons))
+        pool = rank_pools.setdefault(num_processes, RankPool(num_processes, pythons=all_pythons[2:]))
         return pool.call(function, *args, timeout_seconds=timeout_seconds)
 
     return run

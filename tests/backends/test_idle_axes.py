@@ -33,7 +33,7 @@ def check(kind: str, mesh: str, is_whole: bool) -> int:
 @pytest.mark.parametrize("is_whole", [False, True], ids=["two cases", "whole"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.default_cases("data 2 x whole layers 2-two cases")
+@pytest.mark.default_cases("ddp-data 2 x whole layers 2-two cases")
 def test_the_contract_holds_on_a_mesh(run_ranks, kind: str, mesh: str, is_whole: bool) -> None:
     run_ranks(check, kind, mesh, is_whole, num_processes=4, timeout_seconds=170)
 

@@ -76,6 +76,7 @@ def check_two_groups(stage: int, mode: str) -> None:
 
 
 @WAYS
+@pytest.mark.default_cases("1-bf16", "3-no")
 @pytest.mark.ranks(1)
 def test_every_group_is_saved_with_its_state_by_one_rank(stage: int, mode: str) -> None:
     check_two_groups(stage, mode)
@@ -114,6 +115,7 @@ def whole_values(state: dict[str, Any]) -> object:
 
 
 @WAYS
+@pytest.mark.default_cases("1-bf16", "3-no")
 @pytest.mark.ranks(2)
 def test_a_parameter_that_is_frozen_for_a_while_keeps_its_state(stage: int, mode: str) -> None:
     """While a state is saved and loaded, as another model's step leaves it."""

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,6 +46,7 @@ def test_the_memory_of_one_device_is_predicted(tmp_path: Path) -> None:
     assert abs(percent) <= 5, plan
 
 
+@pytest.mark.slow
 @runs_on_device(2)
 def test_the_memory_of_replicas_and_of_shards_is_predicted(tmp_path: Path) -> None:
     plan, percent = measured(2**33, tmp_path)

@@ -60,8 +60,13 @@ COMPILED = {"compile": "blocks", "compile_backend": "aot_eager"}
 WHOLE = {"compile": "whole", "compile_backend": "aot_eager"}
 
 
-@pytest.mark.parametrize("settings", [RECOMPUTED, SELECTIVE, COMPILED, WHOLE, RECOMPUTED | COMPILED], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [RECOMPUTED, SELECTIVE, COMPILED, WHOLE, RECOMPUTED | COMPILED],
+    ids=["recomputed", "in part", "compiled", "whole", "both"],
+)
 @pytest.mark.parametrize("backend", [SINGLE, DDP, FSDP])
+@pytest.mark.default_cases("single-whole", "ddp-in part", "ddp-compiled", "fsdp-recomputed", "fsdp-both")
 def test_a_changed_model_trains_as_a_plain_one(backend: str, settings: dict[str, Any]) -> None:
     check(backend, settings)
 
@@ -69,6 +74,7 @@ def test_a_changed_model_trains_as_a_plain_one(backend: str, settings: dict[str,
 @pytest.mark.ranks(2, timeout_seconds=170)
 @pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.default_cases("3")
 def test_engines_train_a_changed_model_too(stage: int) -> None:
     check(f"deepspeed-{stage}", RECOMPUTED)
 

@@ -52,6 +52,7 @@ def adapted() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's
 @pytest.mark.parametrize("build", [gpt2, resnet, adapted])
 @pytest.mark.parametrize("decay", [0.9, None])
+@pytest.mark.default_cases("0.9-gpt2", "None-resnet")
 def test_an_average_is_torchs(build: Callable[[], Any], decay: float | None) -> None:
     skip_without("transformers")
     skip_without("peft")
@@ -108,6 +109,7 @@ def average_of(accelerator: Any, model: nn.Module, ema: Any) -> dict[str, Tensor
 
 @ON_TWO
 @pytest.mark.parametrize("dims", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.default_cases("{}", "{'tensor': 2}")
 def test_a_run_that_goes_on_keeps_its_average(dims: dict[str, int], tmp_path: Path) -> None:
     options = {"parallelism": ParallelDims(**dims)} if dims else {}
 

@@ -44,7 +44,7 @@ def train(kind: str, sizes: dict[str, int], folder: Path, first: int, last: int)
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 @pytest.mark.parametrize("before", ["tensor", "pipeline"])
-@pytest.mark.default_cases("llama")
+@pytest.mark.default_cases("tensor-llama")
 def test_any_product_goes_on_from_a_checkpoint_of_parts(
     before: str, kind: str, run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

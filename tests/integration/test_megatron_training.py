@@ -1,5 +1,6 @@
 """Converted models train to the weights that a plain loop gives the unsplit model of transformers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from drivetrain import Accelerator
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_megatron import megatron_from_transformers, transformers_from_megatron
-from drivetrain_plan import MODES, FactorySource, TrainingJob, parse_hardware, plan_training, run_rank
+from drivetrain_plan import (
+    MODES,
+    FactorySource,
+    PlanChoice,
+    TrainingJob,
+    parse_hardware,
+    plan_training,
+    run_rank,
+)
 from drivetrain_plan.model.source import BuiltSource
 from drivetrain_state import ParallelDims
 from megatron_models import config_of, losses_of, model_of, tokens
@@ -82,35 +91,41 @@ def check(kind: str, parallelism: ParallelDims, **options: Any) -> None:
 
 @pytest.mark.ranks(2, timeout_seconds=170)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixtral"])
+@pytest.mark.default_cases("llama", "mixtral")
 def test_two_ranks_that_divide_layers_train_as_one_process(kind: str) -> None:
     check(kind, ParallelDims(tensor=2))
 
 
 @pytest.mark.ranks(2, timeout_seconds=170)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "tied llama"])
+@pytest.mark.default_cases("tied llama")
 def test_two_ranks_that_divide_sequences_too_train_as_one_process(kind: str) -> None:
     check(kind, ParallelDims(tensor=2), sequence_parallel=True)
 
 
-@pytest.mark.ranks(2, timeout_seconds=170)
-def test_a_planned_choice_trains_as_one_process_with_the_products_that_were_predicted() -> None:
-    pins = {"backend": "megatron", "tensor": 2, "checkpointing": "full", "sequence": True}
-    built = FactorySource("llama", lambda: model_of("llama"))
-    hardware, job = parse_hardware("2x8GB cpu"), TrainingJob(batch=4, pins=pins)
-    choice = plan_training(built, hardware, job, MODES["fp32"], num_tokens=12).plans[0].choice
-    dims = choice.dims()
-    assert dims == ParallelDims(tensor=2)
-    check("llama", dims, **choice.model_options())
-    predicted = run_rank(
-        BuiltSource(built, MODES["fp32"], fuses_attention=False), choice, MODES["fp32"], num_tokens=12
-    )
+def check_planned(choice: PlanChoice, predicted_flops: float) -> None:
+    check("llama", choice.dims(), **choice.model_options())
     with megatron_on_cpu():
-        accelerator, model, _ = start("llama", dims, choice.model_options())
+        accelerator, model, _ = start("llama", choice.dims(), choice.model_options())
         with FlopCounterMode(display=False) as counted:
             accelerator.backward(losses_of(model, batch(0)).mean())
         accelerator.end_training()
     # The rows that pad a vocabulary are computed too.
-    assert predicted.flops <= counted.get_total_flops() < 1.5 * predicted.flops
+    assert predicted_flops <= counted.get_total_flops() < 1.5 * predicted_flops
+
+
+def test_a_planned_choice_trains_as_one_process_with_the_products_that_were_predicted(
+    run_ranks: Callable[..., list[Any]],
+) -> None:
+    pins = {"backend": "megatron", "tensor": 2, "checkpointing": "full", "sequence": True}
+    built = FactorySource("llama", lambda: model_of("llama"))
+    hardware, job = parse_hardware("2x8GB cpu"), TrainingJob(batch=4, pins=pins)
+    choice = plan_training(built, hardware, job, MODES["fp32"], num_tokens=12).plans[0].choice
+    assert choice.dims() == ParallelDims(tensor=2)
+    predicted = run_rank(
+        BuiltSource(built, MODES["fp32"], fuses_attention=False), choice, MODES["fp32"], num_tokens=12
+    )
+    run_ranks(check_planned, choice, predicted.flops, timeout_seconds=150)
 
 
 @pytest.mark.ranks(2, timeout_seconds=170)
@@ -156,6 +171,7 @@ def check_stages(kind: str, parallelism: ParallelDims) -> None:
 
 @pytest.mark.ranks(2, timeout_seconds=170)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.default_cases("llama")
 def test_two_stages_train_as_one_process(kind: str) -> None:
     check_stages(kind, ParallelDims(pipeline=2))
 

@@ -82,6 +82,7 @@ def test_adapters_are_exported_alone_and_read_by_peft(tmp_path: Path, backend: s
 
 
 @BACKENDS
+@pytest.mark.default_cases("fsdp")
 def test_a_checkpoint_of_what_is_trained_goes_on_exactly_over_the_same_base(
     tmp_path: Path, backend: str
 ) -> None:

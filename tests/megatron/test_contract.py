@@ -44,10 +44,12 @@ def check(contract: type[BackendContract], **sizes: int) -> None:
 
 @pytest.mark.ranks(2, timeout_seconds=170)
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2}], ids=str)
+@pytest.mark.default_cases("{'tensor': 2}")
 def test_layers_divided_by_columns_pass_the_contract(sizes: dict[str, int]) -> None:
     check(ColumnContract, **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, timeout_seconds=170)
 def test_layers_divided_by_rows_pass_the_contract() -> None:
     check(RowContract, tensor=2)

@@ -1,7 +1,8 @@
 """Megatron-Core is named with the extra that brings it where it is missing; its import is silent."""
 
 import subprocess
-import sys
+
+from processes import environment_alone
 
 WITHOUT = """
 import sys
@@ -20,18 +21,19 @@ print("imported")
 """
 
 
-def run(source: str) -> str:
+def run(python: str, source: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=150, check=True
-    )
+        [python, "-c", source],
+        env=environment_alone(), capture_output=True, text=True, timeout=150, check=True,
+    )  # fmt: skip
     return done.stdout
 
 
-def test_the_extra_is_named_where_the_library_is_missing() -> None:
-    said = run(WITHOUT)
+def test_the_extra_is_named_where_the_library_is_missing(python: str) -> None:
+    said = run(python, WITHOUT)
     assert said.startswith("backend='megatron': the module megatron")
     assert "pip install 'drivetrain[megatron]', or 'drivetrain-megatron[megatron]'" in said
 
 
-def test_its_warnings_on_import_are_kept_to_itself() -> None:
-    assert run(QUIET) == "imported\n"
+def test_its_warnings_on_import_are_kept_to_itself(python: str) -> None:
+    assert run(python, QUIET) == "imported\n"

@@ -40,7 +40,7 @@ def check_ddp(options: dict[str, object]) -> list[str]:
 @pytest.mark.parametrize(
     ("num_processes", "options"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (2, {}),
         pytest.param(4, {}, marks=pytest.mark.slow),
         pytest.param(2, {"static_graph": True}, marks=pytest.mark.slow),

@@ -64,7 +64,7 @@ def batches(*shapes: tuple[int, int]) -> list[Tensor]:
 @pytest.mark.parametrize("num_pieces", [1, 3, 8])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.default_cases("2-3", "zbv-4-8")
+@pytest.mark.default_cases("2-3")
 def test_every_schedule_has_the_gradients_of_the_whole_model(
     schedule: str, num_ranks: int, num_pieces: int
 ) -> None:
