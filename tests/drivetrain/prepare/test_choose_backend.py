@@ -73,6 +73,7 @@ def applied(accelerator: Accelerator, setting: str) -> tuple[Any, str]:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.default_cases("room for shards")
 @pytest.mark.parametrize(
     ("room", "backend", "also"),
     [(None, "ddp", {}), (ROOM_FOR_SHARDS, "fsdp", {"fsdp.strategy"})],
