@@ -123,6 +123,7 @@ class Net(nn.Module):
         ),
     ],
 )
+@pytest.mark.slow
 def test_layers_that_adapters_train_whole_are_converted_and_restored(
     saved: str, skip_last: bool, expected: set[str]
 ) -> None:

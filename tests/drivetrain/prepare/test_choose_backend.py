@@ -124,9 +124,16 @@ def test_what_a_section_leaves_open_is_chosen_and_the_rest_is_kept(
 
 
 @pytest.mark.ranks(2)
+def test_the_runs_own_mesh_is_kept() -> None:
+    with room_of(), accelerator_of("auto", parallelism=ParallelDims(tensor=2)) as accelerator:
+        trained(accelerator, 1)
+        assert "tensor 2; " in accelerator.plan.facts["plan"]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("axis", ["tensor", "context"])
-@pytest.mark.default_cases("tensor")
-def test_the_runs_own_mesh_is_kept(axis: str) -> None:
+def test_a_llama_is_planned_on_the_runs_own_mesh(axis: str) -> None:
     pytest.importorskip("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
 
