@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,6 @@ from functools import partial
 from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import wait
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -53,7 +53,7 @@ LIBRARIES = ["transformers.models.gpt2.modeling_gpt2", "drivetrain_megatron.libr
 _READ_LATE = (
     "DRIVETRAIN_", "TEST_", "PYTEST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "COLUMNS", "LINES",
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR",
     "FSDP_CPU_RAM_EFFICIENT_LOADING", "_MLFLOW_",  # set by accelerate and mlflow as they are imported
 )  # fmt: skip
 FRESH = b"fresh..."  # the answer to an order for which only a fresh interpreter will do
@@ -74,7 +74,7 @@ class PreloadedPython:
     """
 
     def __init__(self, environment: Mapping[str, str], *, with_libraries: bool = False) -> None:
-        self._folder = TemporaryDirectory(prefix="python-")
+        self._folder = tempfile.TemporaryDirectory(prefix="python-")
         programs = [self._program(name) for name in ("torch", "libraries")[: 1 + with_libraries]]
         self.executable, self.executable_with_libraries = programs[0][0], programs[-1][0]
         words = [word for executable, server in programs for word in (str(server.fileno()), executable)]
@@ -195,6 +195,7 @@ def become(order: Order, executable: str) -> NoReturn:
     search = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(order.environment)
+    tempfile.tempdir = None  # which an import has asked for
     sys.path[1:] = [path for path in sys.path[1:] if path not in search]
     sys.path[1:1] = filter(None, order.environment.get("PYTHONPATH", "").split(os.pathsep))
     if "TEST_FRESH_RANKS" not in order.environment:  # else what it starts are its own children

@@ -20,11 +20,14 @@ needs_real = pytest.mark.skipif(found is None or found.origin is None, reason="t
 
 
 def run(
-    *words: str, folder: Path | None = None, variables: Mapping[str, str] = MappingProxyType({})
+    *words: str,
+    python: str = sys.executable,
+    folder: Path | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own, since what an import system finds belongs to a process."""
     environment = {**os.environ, **variables}
-    command = [sys.executable, *words]
+    command = [python, *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -194,10 +197,10 @@ def test_a_script_and_a_module_run_with_it(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 
 
-def test_a_command_of_accelerate_runs_as_a_module(tmp_path: Path) -> None:
+def test_a_command_of_accelerate_runs_as_a_module(python: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["-m", "accelerate.commands.launch", "--dry-run", "--cpu", "--num_processes", "1", "train.py"]
-    done = run("-m", "drivetrain_accelerate", *words, folder=tmp_path)
+    done = run("-m", "drivetrain_accelerate", *words, python=python, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "-m drivetrain_accelerate train.py" in done.stdout
 

@@ -36,6 +36,7 @@ def _is_1(_: nn.Module, name: str) -> bool:
     return name == "1"
 
 
+@pytest.mark.default_cases("bf16")
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_the_plan_tells_layers_that_were_converted_by_hand_in_each_precision(precision: str) -> None:
     model, accelerator = net(), make(precision)
@@ -122,6 +123,7 @@ class Net(nn.Module):
         ),
     ],
 )
+@pytest.mark.slow
 def test_layers_that_adapters_train_whole_are_converted_and_restored(
     saved: str, skip_last: bool, expected: set[str]
 ) -> None:

@@ -49,6 +49,7 @@ class Run:
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.default_cases("ddp", "fsdp")
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed"])
 def test_a_run_goes_on_as_if_nothing_had_been_tried(backend: str) -> None:
     plain = Run(backend=backend).train()

@@ -7,10 +7,12 @@ import torch.distributed as dist
 from drivetrain_plan import measure_hardware
 from drivetrain_state import StateSettings, connect
 
+BRIEFLY = patch("drivetrain_plan.detected._SECONDS", 0.01)  # for each rate
+
 
 @pytest.mark.ranks(2)
 def test_all_ranks_know_the_rates_of_the_slowest_and_measure_them_once(tmp_path: Path) -> None:
-    with connect(StateSettings(device="cpu")) as context:
+    with connect(StateSettings(device="cpu")) as context, BRIEFLY:
         cache = tmp_path / f"{context.topology.rank}.json"
         found = measure_hardware(context, held_bytes=10**12, cache=cache)
         assert (found.kind, found.num_hosts, found.devices_per_host) == ("cpu", 1, 2)
@@ -29,7 +31,7 @@ def test_all_ranks_know_the_rates_of_the_slowest_and_measure_them_once(tmp_path:
 
 
 def test_one_process_has_no_links_to_measure(tmp_path: Path) -> None:
-    with connect(StateSettings(device="cpu")) as context:
+    with connect(StateSettings(device="cpu")) as context, BRIEFLY:
         found = measure_hardware(context, cache=tmp_path / "rates.json")
     assert found.num_devices == 1
     assert found.memory_rate > 0

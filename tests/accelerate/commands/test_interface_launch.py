@@ -12,6 +12,7 @@ from torch.multiprocessing import start_processes
 
 from drivetrain_accelerate.commands import interface_launch as ours
 from drivetrain_config import environ
+from launch_fixtures import Launch
 
 SHOW = (
     "import os, sys, accelerate\nfrom accelerate import Accelerator\naccelerator = Accelerator()\n"
@@ -104,8 +105,8 @@ def test_a_plan_shows_the_interface_in_the_command(folder: Path) -> None:
     assert "worker.py -m drivetrain_accelerate script.py" in done.stdout
 
 
-def test_a_flag_without_a_counterpart_is_refused(folder: Path) -> None:
-    done = run(folder, "accelerate", "launch", "--tpu_use_sudo", "script.py")
+def test_a_flag_without_a_counterpart_is_refused(drivetrain_here: Launch) -> None:
+    done = drivetrain_here("accelerate", "launch", "--tpu_use_sudo", "script.py")
     assert done.returncode == 2
     assert "--tpu_use_sudo: the hosts of a slice run a job by `drivetrain submit --on tpu-pod" in done.stderr
 

@@ -68,6 +68,7 @@ def test_tied_tensors_are_copied_once() -> None:
 
 
 @both
+@pytest.mark.default_cases("ours")
 def test_devices_and_memory_are_compared(room: Any, model: Any) -> None:
     cpu, cuda, first, second = map(torch.device, ("cpu", "cuda", "cuda:0", "cuda:1"))
     for one, other, same in (

@@ -218,6 +218,7 @@ def test_the_old_word_is_told_of_once_for_all_ranks(caplog: pytest.LogCaptureFix
     ]
 
 
+@pytest.mark.slow
 def test_transformers_makes_it_from_training_arguments() -> None:
     transformers = pytest.importorskip("transformers")
     code = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": ["A", "B"]}}

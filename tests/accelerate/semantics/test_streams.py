@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from torch.utils.data import DataLoader
 
 from accelerate_sides import SIDES
@@ -32,6 +33,7 @@ def read_by_sides() -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_shards_of_a_stream(rank_pools: dict[int, RankPool], pythons: tuple[str, ...]) -> None:
     """a Hugging Face stream in several shards that each process reads, `dispatch_batches=False`"""
     pool = rank_pools.setdefault(2, RankPool(2, pythons=pythons))

@@ -136,7 +136,8 @@ def trained_after_free_memory(stage: int) -> tuple[str, list[float], list[float]
     return refusal, losses[:3], losses[3:]
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
 def test_a_model_trains_on_after_free_memory_with_a_new_optimizer(
     run_ranks: Any, deepspeed_operators: None, stage: int
 ) -> None:

@@ -256,6 +256,7 @@ class One(nn.Linear):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 @pytest.mark.parametrize("lengths", [(2, 4), (3, 1)])
+@pytest.mark.default_cases("lengths0-ddp", "lengths1-fsdp")
 def test_another_accumulation_holds_from_the_next_window_on(backend: str, lengths: tuple[int, int]) -> None:
     """With one number of micro-batches in a first window and another from then on."""
     micro_batches = torch.linspace(0.2, 1.2, 2 * (lengths[0] + 2 * lengths[1]))

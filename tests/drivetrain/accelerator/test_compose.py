@@ -78,6 +78,7 @@ UNREAD = [
 ]
 
 
+@pytest.mark.default_cases("code", "environment-sections0", "file-sections0", "file-sections2")
 @pytest.mark.parametrize(("sections", "names", "why"), UNREAD)
 @pytest.mark.parametrize("by", ["code", "environment", "file"])
 def test_what_nothing_reads_is_told_whoever_says_it(

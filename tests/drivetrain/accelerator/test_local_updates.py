@@ -183,6 +183,7 @@ def test_a_run_goes_on_from_a_save_between_exchanges(shared: Path) -> None:
     assert_equal_weights(trained(shared, (STEPS,), loads=True), whole)
 
 
+@pytest.mark.default_cases("2-1")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_replicas_goes_on_from_the_same_weights(
     run_ranks: Any, tmp_path: Path, before: int, after: int

@@ -67,6 +67,7 @@ def test_no_product_on_a_device_that_has_the_units_is_an_error() -> None:
             steps(accelerator, model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_run_under_a_profiler_is_told_not_to_be_counted_and_counted_once_that_ends(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def test_after_the_first_step_nothing_is_observed() -> None:
         assert accelerator.context.progress.observers == before
 
 
+@pytest.mark.slow
 def test_an_accelerator_that_ends_before_its_first_step_observes_nothing() -> None:
     with make() as accelerator:
         prepared(accelerator)
@@ -221,6 +222,7 @@ def test_of_several_models_one_may_stay_in_bf16_with_a_warning(caplog: pytest.Lo
             assert "a model stays in bf16: recipe torchao_tensorwise: no layer of Sequential" in caplog.text
 
 
+@pytest.mark.slow
 def test_models_prepared_in_several_calls_are_counted_together() -> None:
     with make() as accelerator:
         for seed in (0, 1):
@@ -312,6 +314,7 @@ def test_a_model_that_was_converted_by_hand_is_refused_and_stays_converted() -> 
         assert type(other[2]) is nn.Linear
 
 
+@pytest.mark.slow
 def test_a_model_that_was_converted_by_hand_trains_under_bf16() -> None:
     with make(mixed_precision="bf16") as accelerator:
         model = net()
@@ -340,7 +343,7 @@ def test_the_losses_of_two_runs_are_the_same_bit_for_bit_and_near_those_of_bf16(
     for mode in ("fp8", "fp8", "bf16"):
         with make(mixed_precision=mode) as accelerator:
             model, optimizer = prepared(accelerator)
-            losses.append(train(accelerator, model, optimizer, range(20)))
+            losses.append(train(accelerator, model, optimizer, range(8)))
     assert losses[0] == losses[1] != losses[2]
     assert losses[0][-1] == pytest.approx(losses[2][-1], rel=0.05)
 

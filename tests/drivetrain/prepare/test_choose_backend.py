@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +43,7 @@ def room_of(size_bytes: int | None = None, *, rates: Path | None = None) -> Iter
     with (
         patch("drivetrain_plan.detected._free", lambda device, _: found(device)),
         patch("drivetrain_plan.detected.default_cache", lambda: cache),
+        patch("drivetrain_plan.detected._SECONDS", 0.03),  # for each rate
     ):
         yield
 
@@ -73,6 +73,7 @@ def applied(accelerator: Accelerator, setting: str) -> tuple[Any, str]:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.default_cases("room for shards")
 @pytest.mark.parametrize(
     ("room", "backend", "also"),
     [(None, "ddp", {}), (ROOM_FOR_SHARDS, "fsdp", {"fsdp.strategy"})],
@@ -107,6 +108,7 @@ def test_a_model_that_fits_nowhere_is_refused_on_all_ranks() -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.default_cases("said2-none")
 @pytest.mark.parametrize(("said", "recomputes"), [({}, None), ({}, "full"), ({"prefetch": 1}, "none")])
 def test_what_a_section_leaves_open_is_chosen_and_the_rest_is_kept(
     said: dict[str, Any], recomputes: str | None
@@ -122,14 +124,21 @@ def test_what_a_section_leaves_open_is_chosen_and_the_rest_is_kept(
 
 
 @pytest.mark.ranks(2)
+def test_the_runs_own_mesh_is_kept() -> None:
+    with room_of(), accelerator_of("auto", parallelism=ParallelDims(tensor=2)) as accelerator:
+        trained(accelerator, 1)
+        assert "tensor 2; " in accelerator.plan.facts["plan"]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("axis", ["tensor", "context"])
-@pytest.mark.default_cases("tensor")
-def test_the_runs_own_mesh_is_kept(axis: str) -> None:
+def test_a_llama_is_planned_on_the_runs_own_mesh(axis: str) -> None:
     pytest.importorskip("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, use_cache=False))  # type: ignore[arg-type]
     ids = torch.randint(64, (8, 64))  # fewer than the planner divides by itself
     data: Any = [{"input_ids": one, "labels": one} for one in ids]
@@ -219,14 +228,14 @@ def test_models_are_built_on_the_host_until_the_choice() -> None:
             assert nn.Linear(1, 1).weight.device.type == "cpu"
 
 
-def test_a_run_that_names_no_backend_plans_nothing() -> None:
+def test_a_run_that_names_no_backend_plans_nothing(python: str) -> None:
     program = (
         "import sys, torch; from drivetrain import Accelerator\n"
         "a = Accelerator(cpu=True); m = torch.nn.Linear(1, 1)\n"
         "a.prepare(m, torch.optim.SGD(m.parameters()))\n"
         "print([name for name in sys.modules if name.startswith('drivetrain_plan.')])\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
 
 

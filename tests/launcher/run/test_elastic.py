@@ -31,7 +31,7 @@ TWO_MERGED = ("launch", "--no-prefix", "--num-processes", "2", "script.py")
 
 
 def test_ranks_get_torchruns_variables_two_of_ours_and_their_arguments_and_log_files(
-    drivetrain: Callable, script: Callable, tmp_path: Path
+    drivetrain_with_torch: Callable, script: Callable, tmp_path: Path
 ) -> None:
     file = script(
         "import os, sys\n"
@@ -43,7 +43,7 @@ def test_ranks_get_torchruns_variables_two_of_ours_and_their_arguments_and_log_f
     scratch.mkdir()
     rest = ("--help", "$HOME", "$$", "${local_rank}", "a b", "")
     given = ("launch", "--num-processes", "2", "--log-dir", "logs", "script.py", *rest)
-    done = drivetrain(*given, environment={"TMPDIR": str(scratch)})
+    done = drivetrain_with_torch(*given, environment={"TMPDIR": str(scratch)})
     assert done.returncode == 0, done.stderr
     lines = [
         f"{rank} {rank} 2 2 0 1 ['DRIVETRAIN_CONFIG', 'DRIVETRAIN_RANK_OWNER'] {list(rest)} {file.parent} __main__"
@@ -64,13 +64,13 @@ def test_ranks_get_torchruns_variables_two_of_ours_and_their_arguments_and_log_f
             *("os.kill(os.getpid(), 9)", 137, ""),
             r"was ended by SIGKILL: by another process or user, .*where that is not counted",
             id="signal",
-            marks=pytest.mark.costly,
+            marks=[pytest.mark.costly, pytest.mark.slow],
         ),
         pytest.param(
             "sys.excepthook = lambda kind, error, traceback: print('hook:', error); raise ValueError('boom')",
             *(1, "hook: boom\n", "failed: ValueError: boom; its traceback stands above"),
             id="the script's own hook",
-            marks=pytest.mark.costly,
+            marks=[pytest.mark.costly, pytest.mark.slow],
         ),
     ],
 )
@@ -86,6 +86,7 @@ def test_the_failing_rank_is_named_and_its_exit_code_passes_through(
 
 
 @pytest.mark.costly
+@pytest.mark.default_cases("once")
 @pytest.mark.parametrize("presses", [1, 2], ids=["once", "twice at once"])
 def test_an_interrupt_lets_every_rank_save(
     started_with_torch: Callable, script: Callable, presses: int
@@ -323,6 +324,7 @@ def test_the_failing_rank_is_shown_last_and_once_and_restarted_ranks_meet_anew(l
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_lines_of_several_ranks_do_not_mix(launch: Launch) -> None:
     done = launch("for _ in range(2000): print('a', 'line', 'in', 'pieces')")
     assert set(done.stdout.splitlines()) == {"a line in pieces", "[rank 1] a line in pieces"}

@@ -154,12 +154,20 @@ def test_node_0_says_if_its_address_is_another_machines(
     assert (told in capsys.readouterr().err) == is_said
 
 
-def test_a_cluster_may_be_named_or_ignored(drivetrain: Callable, script: Callable) -> None:
+def test_a_cluster_is_found_or_ignored(
+    drivetrain: Callable, drivetrain_here: Callable, script: Callable
+) -> None:
     script("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])")
     task = {**hydra_job(1, 2)[1], "MASTER_PORT": str(free_port())}
     assert drivetrain("launch", "script.py", environment=task).stdout == "1 2\n"
-    assert drivetrain("launch", "--cluster", "mpi", "script.py", environment=task).stdout == "1 2\n"
     assert drivetrain("launch", "--cluster", "none", "script.py", environment=task).stdout == "0 1\n"
-    assert drivetrain("launch", "--cluster", "slurm", "script.py", environment=task).stdout == "0 1\n"
-    unknown = drivetrain("launch", "--cluster", "slrum", "script.py", environment=task)
+    unknown = drivetrain_here("launch", "--cluster", "slrum", "script.py")
     assert "cluster slrum: no installed package provides it; did you mean slurm" in unknown.stderr
+
+
+@pytest.mark.slow
+def test_a_cluster_may_be_named(drivetrain: Callable, script: Callable) -> None:
+    script("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])")
+    task = {**hydra_job(1, 2)[1], "MASTER_PORT": str(free_port())}
+    assert drivetrain("launch", "--cluster", "mpi", "script.py", environment=task).stdout == "1 2\n"
+    assert drivetrain("launch", "--cluster", "slurm", "script.py", environment=task).stdout == "0 1\n"

@@ -64,6 +64,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.default_cases(
+    *("script.py exit 7", "script.py fail", "script.py hook", "script.py interrupt", "script.py atexit"),
+    *("broken.py", "app.zip x", "m package x", "m package.needy", "m nowhere"),
+)
 @pytest.mark.parametrize(
     "arguments",
     [

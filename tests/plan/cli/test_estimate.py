@@ -22,7 +22,8 @@ LLAMA = {"model_type": "llama", **TEXT, "num_key_value_heads": 2}
 CONFIGS = {
     "llama": LLAMA,
     "tied": {**LLAMA, "tie_word_embeddings": True},
-    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 4,
+                "num_experts_per_tok": 2},
     "bert": {**TEXT, "model_type": "bert", "architectures": ["BertForSequenceClassification"]},
     "vit": {**SIZES, "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32,
             "patch_size": 8},
@@ -104,10 +105,11 @@ def test_each_sharding_divides_what_it_says(tmp_path: Path, capsys: Output) -> N
         assert part["weights"] == pytest.approx(forward["weights"] / shares, rel=0.01)
 
 
+@pytest.mark.default_cases("mixed")
 @pytest.mark.parametrize("mode", ["inference", "mixed"])
 def test_a_model_of_many_blocks_is_estimated_from_a_few(tmp_path: Path, capsys: Output, mode: str) -> None:
     pytest.importorskip("transformers")
-    folder = folder_of(tmp_path, {**LLAMA, "num_hidden_layers": 7})
+    folder = folder_of(tmp_path, {**LLAMA, "num_hidden_layers": 5})
     told = estimate(capsys, folder, seq=64, batch=2, mode=(mode,))["modes"][mode]
     source = BuiltSource(ConfigSource(tmp_path), MODES[mode])
     whole = run_rank(source, PlanChoice(micro_batch=2), MODES[mode], num_tokens=64)

@@ -132,6 +132,7 @@ def test_an_accelerate_file_for_deepspeed_is_what_the_run_gets(applied: Callable
 
 
 @pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.default_cases("fsdp.strategy")
 @pytest.mark.parametrize(
     ("section", "setting", "value"),
     [

@@ -66,6 +66,7 @@ def rows_of(output: bytes) -> list[str]:
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_bars_of_rank_0_stay_whole_on_a_terminal_while_other_ranks_print(
     script: Callable, tmp_path: Path, users_environment: Callable
 ) -> None:

@@ -72,21 +72,22 @@ def compose(
         num_ranks, num_shards = context.ranks("counts").size, context.ranks("shard").size
         backend_class = named or registry.get(usual_backend(num_ranks, num_shards))
         parts = _build(context, backend_class, registry, given, trackers, fp8_recipe)
-        given.others(registry.names())  # which must be known, whoever reads them
+        backends = registry.names()  # once: to find them reads a file of each installed package
+        given.others(backends)  # which must be known, whoever reads them
         if parts.open_backend is None:
-            _tell_settings(parts, given, registry)
+            _tell_settings(parts, given, backends)
         undo.pop_all()
     return parts
 
 
-def _tell_settings(parts: Parts, given: Sections, registry: BackendRegistry) -> None:
+def _tell_settings(parts: Parts, given: Sections, backends: Sequence[str]) -> None:
     """Warn of settings that disagree, and of those without effect under the backend of the run."""
     disagreements = [each for section in parts.resolved.values() for each in section.disagreements]
     asked = given.run.mixed_precision
     unread = find_unread(
         parts.resolved,
-        given.others(registry.names()),
-        backends=registry.names(),
+        given.others(backends),
+        backends=backends,
         backend=type(parts.backend).__name__,
         run={
             "run.mixed_precision": parts.policy.mode if asked == "auto" else asked,
@@ -157,7 +158,7 @@ def _build(
             registry=registry,
             named=None if run.backend == AUTO else backend_class,
             make=make,
-            on_chosen=partial(_tell_settings, parts, given, registry),
+            on_chosen=partial(_tell_settings, parts, given, registry.names()),
         )
     return parts
 

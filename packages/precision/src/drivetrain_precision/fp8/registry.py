@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 import torch
@@ -36,15 +36,26 @@ class RecipeChoice:
 
 def recipe_names() -> tuple[str, ...]:
     """Return the names of all recipes, sorted; nothing is imported."""
-    return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
+    return tuple(_points())
+
+
+def _points() -> dict[str, EntryPoint]:
+    """Return the entry points by name, sorted; to find them reads a file of each installed package."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        found.setdefault(point.name, point)  # an environment may hold a package twice
+    return dict(sorted(found.items()))
 
 
 def check_recipe_name(name: str) -> None:
     """Raise PrecisionError, with all names, if no recipe has this name; "auto" is allowed."""
-    if name != "auto" and name not in recipe_names():
-        raise PrecisionError(
-            f"fp8_recipe={name!r}: there is no such recipe; there are {', '.join(recipe_names())}"
-        )
+    if name != "auto":
+        _check_is_known(name, _points())
+
+
+def _check_is_known(name: str, points: Mapping[str, EntryPoint]) -> None:
+    if name not in points:
+        raise PrecisionError(f"fp8_recipe={name!r}: there is no such recipe; there are {', '.join(points)}")
 
 
 def load_recipe(name: str) -> Fp8Recipe:
@@ -53,9 +64,9 @@ def load_recipe(name: str) -> Fp8Recipe:
         raise PrecisionError(
             f"'auto' is a choice of settings, by device; the recipes are {', '.join(recipe_names())}"
         )
-    check_recipe_name(name)
-    first, *_ = entry_points(group=ENTRY_POINT_GROUP, name=name)  # an environment may hold a package twice
-    return first.load()()
+    points = _points()
+    _check_is_known(name, points)
+    return points[name].load()()
 
 
 def as_recipe(given: object) -> Fp8Recipe:
@@ -105,7 +116,7 @@ def choose_recipe(
 
 
 def _supports(device: torch.device) -> dict[str, Support]:
-    return {name: load_recipe(name).support(device) for name in recipe_names()}
+    return {name: point.load()().support(device) for name, point in _points().items()}
 
 
 def _best_first(supports: Mapping[str, Support]) -> list[str]:
