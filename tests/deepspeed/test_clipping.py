@@ -22,7 +22,7 @@ WAYS = [
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "mode", "offload"), WAYS)
-@pytest.mark.default_cases("1-bf16-None", "3-no-None")
+@pytest.mark.default_cases("3-no-None")
 def test_a_second_clip_finds_what_the_first_left_and_loosens_nothing(
     stage: int, mode: str, offload: Any
 ) -> None:

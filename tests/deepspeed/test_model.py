@@ -12,7 +12,7 @@ from drivetrain_backends import AccumulationError, BackwardOptions, PairingError
 pytestmark = pytest.mark.ranks(1, timeout_seconds=150)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_reading_and_setting_reach_the_users_module(stage: int) -> None:
     with engine_of(stage=stage) as (one, model, prepared):
         model.temperature = 2.0

@@ -111,6 +111,7 @@ def test_histories_come_back_from_a_checkpoint(tmp_path: Path) -> None:
     assert loaded(tmp_path) == kept
 
 
+@pytest.mark.slow
 def test_each_rank_gets_its_own_histories_back_and_another_number_of_ranks_those_of_the_first(
     tmp_path: Path, run_ranks: Any
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_step_waits_until_its_weights_are_copied(tmp_path: Path) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("backend", "sections"), [("ddp", {}), ("fsdp", {"fsdp": {"wrap": ["Linear"]}})])
+@pytest.mark.default_cases("fsdp")
 def test_parts_of_ranks_are_copied_until_the_next_step(tmp_path: Path, backend: str, sections: dict) -> None:
     assert_saves_hold_what_was(Run(tmp_path, backend, sections=sections))
 

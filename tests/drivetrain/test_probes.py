@@ -49,7 +49,7 @@ class Run:
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("deepspeed_operators")
-@pytest.mark.default_cases("ddp", "fsdp")
+@pytest.mark.default_cases("ddp")
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed"])
 def test_a_run_goes_on_as_if_nothing_had_been_tried(backend: str) -> None:
     plain = Run(backend=backend).train()
@@ -67,6 +67,7 @@ def test_a_run_goes_on_as_if_nothing_had_been_tried(backend: str) -> None:
         assert torch.equal(value, plain[name]), name
 
 
+@pytest.mark.slow
 def test_accumulated_steps_and_a_project_are_left_as_they_were(tmp_path: Path) -> None:
     settings: Any = {"gradient_accumulation_steps": 2, "project_dir": tmp_path}
     plain = Run(**settings).train()

@@ -40,6 +40,7 @@ def measured(room: int, folder: Path) -> tuple[str, int]:
 
 
 @runs_on_device()
+@pytest.mark.slow
 def test_the_memory_of_one_device_is_predicted(tmp_path: Path) -> None:
     plan, percent = measured(2**33, tmp_path)
     assert plan.startswith("one device; ")

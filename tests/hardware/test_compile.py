@@ -115,6 +115,7 @@ def compare_computed_again(backend: str) -> None:
         assert values == pytest.approx(expected, rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_the_eager_one(on_device: OnDevice) -> None:
     on_device(compare_compiled, "single")
 

@@ -66,7 +66,7 @@ def test_single_passes_the_contract(on_device: OnDevice, device: str) -> None:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.default_cases("1")
+@pytest.mark.slow
 def test_ddp_passes_the_contract(on_device: OnDevice, device: str, num_processes: int) -> None:
     for ran in on_device(check, "DDPContract", num_processes=num_processes):
         assert_complete(ran, device)

@@ -87,6 +87,7 @@ def test_divided_layers_are_recomputed() -> None:
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch's, compiling again
+@pytest.mark.slow
 def test_two_accelerators_change_a_model_in_a_row() -> None:
     model = model_of()
     for _ in range(2):

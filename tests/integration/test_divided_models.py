@@ -116,6 +116,7 @@ def test_an_export_is_read_by_transformers_and_loaded_again(mesh: str, tmp_path:
 
 
 @on("tensor 2", "context 2", "shard 2 x tensor 2")
+@pytest.mark.slow
 def test_adapters_train_are_saved_and_go_on_as_on_one_rank(mesh: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -142,6 +143,7 @@ def test_adapters_train_are_saved_and_go_on_as_on_one_rank(mesh: str, tmp_path: 
 
 
 @on("context 2", "fsdp context 2", "tensor 2")
+@pytest.mark.slow
 def test_adapters_of_blocks_that_are_run_again_train_as_on_one_rank(mesh: str) -> None:
     expected, _ = plainly(lambda: adapted(llama()), 3)
     with divided(mesh) as accelerator:
@@ -173,6 +175,7 @@ def test_adapters_over_a_quantised_base_train_as_on_one_rank_or_are_refused(mesh
 
 
 @on("tensor 2", "context 2")
+@pytest.mark.slow
 def test_layers_in_float8_train_as_on_one_rank_or_are_refused(mesh: str) -> None:
     pytest.importorskip("torchao")
     from drivetrain_precision import LayerFilter, TorchaoRecipe, convert_model

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("deepspeed_operators")
     [(2**30, {}), (2_500_000, {"offload_optimizer": "none"})],
     ids=["room for all", "no offload"],
 )
-@pytest.mark.default_cases("no offload")
+@pytest.mark.slow
 def test_the_stage_is_chosen_and_what_is_said_is_kept(
     room: int, said: dict[str, str], tmp_path: Path
 ) -> None:

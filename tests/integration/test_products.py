@@ -128,7 +128,7 @@ def train(
     ],
     ids=" then ".join,
 )
-@pytest.mark.default_cases("tensor 2 x shard 2 then single", "expert 2 then single")
+@pytest.mark.default_cases("tensor 2 x shard 2 then single")
 def test_a_run_goes_on_at_another_product(run_ranks, tmp_path: Path, chain: list[str]) -> None:
     model_of = "gpt2" if not any("expert" in product for product in chain) else "experts"
     whole = run_ranks(

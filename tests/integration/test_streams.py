@@ -60,7 +60,7 @@ def numbers(loader: Any, num_steps: int | None = None) -> list[int]:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("buffer_size", [0, 1, 10])
 @pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.default_cases("1-1-2", "0-10-0", "1-10-0")
+@pytest.mark.default_cases("1-10-0")
 def test_a_stream_of_hugging_face_goes_on_and_begins_anew(
     num_workers: int, buffer_size: int, epoch: int, caplog
 ) -> None:
@@ -116,7 +116,7 @@ def dispatched_from_hugging_face(
 
 
 @pytest.mark.parametrize(("buffer_size", "num_workers"), [(0, 0), (10, 0), (10, 2)])
-@pytest.mark.default_cases("10-2")
+@pytest.mark.slow
 def test_a_dispatched_stream_of_hugging_face_goes_on_at_another_number_of_ranks(
     run_ranks, buffer_size: int, num_workers: int
 ) -> None:

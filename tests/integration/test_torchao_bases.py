@@ -84,7 +84,7 @@ def ways() -> list[Any]:
 
 
 @pytest.mark.parametrize(("backend", "kind"), ways())
-@pytest.mark.default_cases("fsdp-nf4")
+@pytest.mark.slow
 def test_adapters_train_as_in_a_plain_loop_resume_and_are_exported(
     tmp_path: Path, backend: str, kind: str
 ) -> None:

@@ -21,6 +21,7 @@ def seconds_of_products(dtype: torch.dtype) -> float:
     )
 
 
+@pytest.mark.slow
 def test_products_take_the_rate_of_the_models_own_dtype() -> None:
     rates = parse_hardware("1x80GB h100")
     ratio = seconds_of_products(torch.float32) / seconds_of_products(torch.bfloat16)

@@ -158,7 +158,7 @@ RECOMPUTED = {"changes": ModelSettings(activation_checkpointing="full")}
     ],
     ids=lambda value: ", ".join(value) or "as it is" if isinstance(value, dict) else value,
 )
-@pytest.mark.default_cases("shard 2 x expert 2-as it is", "single")
+@pytest.mark.default_cases("shard 2 x expert 2-as it is")
 def test_20_steps_are_those_of_the_plain_loop(
     run_ranks, kind: str, mesh: str, options: dict[str, Any]
 ) -> None:
@@ -328,7 +328,7 @@ def half_precision(mode: str) -> list[float]:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
-@pytest.mark.default_cases("bf16")
+@pytest.mark.slow
 def test_half_precision_trains_as_full_precision(run_ranks, mode: str) -> None:
     torch.manual_seed(0)
     model = LanguageModel()

@@ -166,7 +166,7 @@ def test_gradients_are_averaged_in_the_dtype_that_is_said(reduce_dtype: str, mea
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-@pytest.mark.default_cases("selective")
+@pytest.mark.slow
 def test_a_block_compiles_as_one_graph_and_trains_as_before(checkpointing: Any) -> None:
     num_calls: list[int] = []  # of each compiled graph
 

@@ -148,6 +148,7 @@ class BlocksAcrossShards(Optimizer):
             part.sub_((slope / scale).mul_(8).round_().mul_(scale * 0.1 / 8))
 
 
+@pytest.mark.slow
 def test_states_in_eight_bits_are_stepped_where_blocks_lie_within_shards_and_refused_elsewhere() -> None:
     optim = pytest.importorskip("torchao.optim")
     for make in (optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8):  # blocks within shards, or states in fp32

@@ -188,6 +188,7 @@ def test_ddp_adds_no_graph_break_of_ours(mode: str, compiled) -> None:
 
 
 @pytest.mark.ranks(2, timeout_seconds=30)
+@pytest.mark.slow
 def test_a_replica_compiled_later_joins_uneven_ranks() -> None:
     backend, model = ddp(), net()
     (prepared,) = backend.prepare([model], [AdamW(model.parameters())], [])

@@ -124,6 +124,7 @@ def test_what_a_section_leaves_open_is_chosen_and_the_rest_is_kept(
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_the_runs_own_mesh_is_kept() -> None:
     with room_of(), accelerator_of("auto", parallelism=ParallelDims(tensor=2)) as accelerator:
         trained(accelerator, 1)
@@ -206,6 +207,7 @@ def test_a_prediction_that_is_off_is_told_once_with_what_it_left_out(
     assert "steps 2 to 6" in stored["facts"]["measured"]
 
 
+@pytest.mark.slow
 def test_a_loaded_run_measures_its_own_steps(tmp_path: Path) -> None:
     for loads in (False, True):
         with room_of(), accelerator_of("auto", project_dir=tmp_path) as accelerator:
@@ -222,6 +224,7 @@ def test_a_loaded_run_measures_its_own_steps(tmp_path: Path) -> None:
         assert ("measured" in accelerator.plan.facts) == loads
 
 
+@pytest.mark.slow
 def test_models_are_built_on_the_host_until_the_choice() -> None:
     with accelerator_of("auto") as accelerator:
         with accelerator.building():

@@ -78,6 +78,7 @@ def test_a_host_that_fails_ends_the_others_and_the_job_has_its_code(tmp_path: Pa
     assert ran(tmp_path, source)[0] == 7
 
 
+@pytest.mark.slow
 def test_hosts_that_saved_start_again(tmp_path: Path) -> None:
     source = (
         "import os, sys; name = 'seen' + os.environ['TPU_WORKER_ID']; again = os.path.exists(name)\n"

@@ -105,8 +105,8 @@ def test_each_sharding_divides_what_it_says(tmp_path: Path, capsys: Output) -> N
         assert part["weights"] == pytest.approx(forward["weights"] / shares, rel=0.01)
 
 
-@pytest.mark.default_cases("mixed")
 @pytest.mark.parametrize("mode", ["inference", "mixed"])
+@pytest.mark.slow
 def test_a_model_of_many_blocks_is_estimated_from_a_few(tmp_path: Path, capsys: Output, mode: str) -> None:
     pytest.importorskip("transformers")
     folder = folder_of(tmp_path, {**LLAMA, "num_hidden_layers": 5})

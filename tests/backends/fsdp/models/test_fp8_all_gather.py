@@ -57,6 +57,7 @@ def test_it_trains_as_ddp_does_whose_weights_nobody_gathers() -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_states_and_gathered_weights_are_plain_tensors() -> None:
     _, prepared = prepared_with(FSDPBackend, recipe(all_gather=True))
     step(prepared, torch.randn(8, 16))

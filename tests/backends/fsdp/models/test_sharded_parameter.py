@@ -161,6 +161,7 @@ class CompiledHalving(Optimizer):
             self._halve(p.detach())
 
 
+@pytest.mark.slow
 def test_a_compiled_step_takes_sharded_parameters() -> None:
     """Torch asserts in each call that a tensor is of the class that it traced."""
     backend, inner = fsdp(), stack(0)

@@ -28,7 +28,7 @@ exit()
 
 
 @pytest.mark.parametrize("shell", ["IPython", "Python"])
-@pytest.mark.default_cases("Python")
+@pytest.mark.slow
 def test_at_a_prompt_errors_and_interrupts_are_shown_once_and_the_next_call_works(
     shell: str, python: str, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ del os.environ["MPLBACKEND"]
     assert "figure_backend" in cell.stdout
 
 
+@pytest.mark.slow
 def test_modules_beside_the_notebook_are_imported_by_ranks_and_again_when_they_change(
     notebook: Any, notebook_folder: Path
 ) -> None:

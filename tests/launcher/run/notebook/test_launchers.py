@@ -25,6 +25,7 @@ def test_one_process_is_this_one_with_its_precision_for_the_call() -> None:
     assert place("after") == ("after", None, None)
 
 
+@pytest.mark.slow
 def test_a_launch_after_one_that_failed_ends(run_source: Callable) -> None:
     source = """
 import signal
