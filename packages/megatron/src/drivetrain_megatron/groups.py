@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from drivetrain_megatron.compat import is_alive, own_groups
 from drivetrain_megatron.library import model_parallel_cuda_manual_seed, parallel_state
-from drivetrain_state import Context, broadcast_object
+from drivetrain_state import Context, barrier, broadcast_object
 from drivetrain_state.mesh import View
 
 # Innermost first, as Megatron writes what drivetrain_state.mesh.AXES lists outermost first.
@@ -45,6 +45,7 @@ def open_parallel_state(context: Context) -> None:
             order=_ORDER,
             create_gloo_process_groups=context.device.type == "cuda",
         )
+        barrier(context)  # a rank that destroyed its groups now would cut off others, which still connect to it
         context.before_close(close_parallel_state)
     check_same_groups(context)
     if is_new and context.device.type == "cuda":
