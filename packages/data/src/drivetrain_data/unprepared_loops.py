@@ -6,8 +6,9 @@ line and evaluates the names they iterate over. It concludes nothing if the sour
 
 import ast
 import linecache
+import sys
 from collections.abc import Iterator
-from inspect import currentframe, getattr_static
+from inspect import CO_OPTIMIZED, currentframe, getattr_static
 from types import FrameType
 from typing import Any, TypeAlias, cast
 
@@ -135,7 +136,11 @@ def _loaders_of(head: ast.expr, frame: FrameType) -> Iterator[Any]:
 def _value(node: ast.expr, frame: FrameType) -> Any:
     """Return the value of a name, an attribute or an item without running user code; None if unknown."""
     if isinstance(node, ast.Name):
-        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+        names = frame.f_locals
+        value = names.get(node.id, frame.f_globals.get(node.id))
+        if sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED:
+            names.clear()  # until 3.13 a snapshot, which the frame keeps: it would hold the loop's batch and loss
+        return value
     if isinstance(node, ast.Attribute):
         return getattr_static(_value(node.value, frame), node.attr, None)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
