@@ -102,6 +102,7 @@ def test_a_probe_that_diverges_is_not_told_of_and_counts_no_steps(caplog: pytest
     run.accelerator.end_training()
 
 
+@pytest.mark.slow
 def test_a_probe_is_not_measured_beside_the_plan() -> None:
     run = Run(backend="auto")
     find_learning_rate(run.accelerator, run.model, run.loader, loss=loss_of, num_steps=10)

@@ -46,6 +46,7 @@ def test_the_stage_is_chosen_and_what_is_said_is_kept(
         assert stage["reason"].startswith("of the plan ZeRO")
 
 
+@pytest.mark.slow
 def test_a_folder_on_nvme_is_the_users_to_name(tmp_path: Path) -> None:
     model = Perceptron(128)
     free = patch(

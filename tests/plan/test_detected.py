@@ -30,6 +30,7 @@ def test_all_ranks_know_the_rates_of_the_slowest_and_measure_them_once(tmp_path:
         assert again.flops == found.flops
 
 
+@pytest.mark.slow
 def test_one_process_has_no_links_to_measure(tmp_path: Path) -> None:
     with connect(StateSettings(device="cpu")) as context, BRIEFLY:
         found = measure_hardware(context, cache=tmp_path / "rates.json")

@@ -118,6 +118,7 @@ def test_a_context_without_a_group_is_refused() -> None:
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.slow
 def test_the_runs_own_mesh_is_what_models_are_sharded_over() -> None:
     context = connect(StateSettings(device="cpu", watchdog=False), parallelism=ParallelDims(data=2, shard=2))
     make = partial(FSDPBackend, context, choose_policy("no", context.device), window=AccumulationWindow())

@@ -72,7 +72,7 @@ def trained(again: Again, mode: str, options: dict[str, object]) -> tuple[Traine
         pytest.param("fp16", {"wrap": ("Stack",)}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.default_cases("no-options0-evaluated_in_between")
+@pytest.mark.slow
 def test_it_trains_as_if_it_had_not_been_closed(again: Again, mode: str, options: dict) -> None:
     for whole, resumed in zip(trained(as_it_is, mode, options), trained(again, mode, options), strict=True):
         assert resumed.losses == whole.losses

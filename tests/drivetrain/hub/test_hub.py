@@ -218,6 +218,7 @@ def test_a_missing_client_is_named_with_its_extra(
         accelerator.from_hub("me/tiny")
 
 
+@pytest.mark.slow
 def test_a_download_is_taken_again_without_a_connection(
     hub: PlayedHub, accelerator: Accelerator, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_where_the_remote_shell_has_ended_the_command_saves_and_has_no_other_inp
         assert shell.wait(timeout=30) == 75
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_ends_the_others_and_the_job_has_its_code(tmp_path: Path) -> None:
     source = "import os, sys, time; sys.exit(7) if os.environ['TPU_WORKER_ID'] == '0' else time.sleep(100)"
     assert ran(tmp_path, source)[0] == 7

@@ -126,6 +126,7 @@ def test_blocks_that_keep_keys_of_an_encoder_are_computed_again(tmp_path: Path, 
     assert told[True]["fp32"]["activations"] < told[False]["fp32"]["activations"] / 2
 
 
+@pytest.mark.slow
 def test_a_model_that_asks_for_values_is_named(tmp_path: Path, capsys: Output) -> None:
     pytest.importorskip("transformers")
     folder = folder_of(tmp_path, BY_VALUES)

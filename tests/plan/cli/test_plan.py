@@ -94,6 +94,7 @@ def test_bad_input_says_what_would_do(capsys: Output, changed: dict[str, Any], t
     assert told in plan(capsys, status=2, **changed)
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_nowhere_says_how_much_is_missing(capsys: Output) -> None:
     error = plan(capsys, status=1, gpu="1x0.1MB cpu")
     assert "fits nowhere" in error

@@ -68,6 +68,7 @@ debug_launcher(fail)
     assert not cell.stderr
 
 
+@pytest.mark.slow
 def test_the_stop_button_interrupts_the_ranks_which_may_save_and_the_next_call_works(
     notebook: Any, notebook_folder: Path
 ) -> None:
