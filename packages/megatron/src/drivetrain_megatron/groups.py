@@ -45,7 +45,9 @@ def open_parallel_state(context: Context) -> None:
             order=_ORDER,
             create_gloo_process_groups=context.device.type == "cuda",
         )
-        barrier(context)  # a rank that destroyed its groups now would cut off others, which still connect to it
+        barrier(
+            context
+        )  # a rank that destroyed its groups now would cut off others, which still connect to it
         context.before_close(close_parallel_state)
     check_same_groups(context)
     if is_new and context.device.type == "cuda":
