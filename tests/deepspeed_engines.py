@@ -24,7 +24,7 @@ def backend(
     mode: str = "no",
     accumulation: int = 1,
     scale: float | None = None,
-    nonfinite: Any = "ignore",
+    nonfinite: Any = "warn",
     **settings: Any,
 ) -> Generator[DeepSpeedBackend]:
     """A backend on the CPU; with `scale`, losses of fp32 are scaled as those of fp16 are."""
@@ -36,7 +36,7 @@ def backend(
         made = DeepSpeedBackend(
             context,
             policy,
-            window=AccumulationWindow(accumulation, nonfinite_gradients=nonfinite),
+            window=AccumulationWindow(accumulation, on_nonfinite=nonfinite),
             settings=DeepSpeedSettings(**settings),
         )
         try:

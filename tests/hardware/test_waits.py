@@ -92,8 +92,8 @@ DOCUMENTED = {
     "fp16 under fsdp: whether others have scaled its shards": Way(
         backend="fsdp", mode="fp16", places={"finalize": 1, "were_scaled": 1}
     ),
-    "run.nonfinite_gradients: whether one is not finite": Way(
-        backend="single", sections={"run": {"nonfinite_gradients": "skip"}}, places={"clip_grad_norm_": 1}
+    "run.on_nonfinite: whether one is not finite": Way(
+        backend="single", sections={"run": {"on_nonfinite": "skip"}}, places={"clip_grad_norm_": 1}
     ),
     "ddp.check_drift_every: whether ranks differ": Way(
         backend="ddp", sections={"ddp": {"check_drift_every": 1}}, places={"check_replicas": 1}

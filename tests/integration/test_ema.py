@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_keeps_its_average(dims: dict[str, int], tmp_path: Pa
 
 
 def test_updates_follow_steps_that_moved_the_weights(tmp_path: Path) -> None:
-    accelerator, model, optimizer, ema = start("single", sections={"run": {"nonfinite_gradients": "skip"}})
+    accelerator, model, optimizer, ema = start("single", sections={"run": {"on_nonfinite": "skip"}})
     sparse = accelerator.ema(model, decay=0.9, every=2, start=2)
     step(accelerator, model, optimizer)
     step(accelerator, model, optimizer, lambda loss: loss.mean() * float("nan"))

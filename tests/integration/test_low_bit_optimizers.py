@@ -238,7 +238,7 @@ def test_tiny_tensors_are_kept_in_fp32_and_it_is_said(name: str) -> None:
 
 @pytest.mark.parametrize("name", [EIGHT, "bitsandbytes AdamW8bit"])
 def test_a_skipped_step_leaves_the_states_as_they_are(name: str) -> None:
-    options = {"sections": {"run": {"show_plan": False, "nonfinite_gradients": "skip"}}}
+    options = {"sections": {"run": {"show_plan": False, "on_nonfinite": "skip"}}}
     with training(None, name, **options) as (accelerator, model, optimizer):
         steps(accelerator, model, optimizer, 0, 2)
         before = weights(accelerator, model), str(optimizer.state_dict())

@@ -24,7 +24,7 @@ READ_ALWAYS = {
     "parallel": "data shard context tensor pipeline expert",
     "precision": "check_half param_dtype reduce_dtype output_dtype buffer_dtype keep_fp32 weight_update "
     "watch_underflow",
-    "run": "mixed_precision backend gradient_accumulation_steps accumulation_world_size nonfinite_gradients cpu seed "
+    "run": "mixed_precision backend gradient_accumulation_steps accumulation_world_size on_nonfinite cpu seed "
     "project_dir log_with show_plan verbose",
     "state": "device timeout_seconds watchdog debug deterministic",
     "xla": "spmd cache_dir",
@@ -42,7 +42,7 @@ def test_each_setting_is_read_always_or_says_what_it_needs(section: str) -> None
 @pytest.mark.parametrize("section", sorted(OURS))
 def test_what_a_setting_needs_is_something_that_there_is(section: str) -> None:
     names = {each.name for each in fields(OURS[section])}
-    names |= {"run.mixed_precision", "run.nonfinite_gradients", "run.log_with"}
+    names |= {"run.mixed_precision", "run.on_nonfinite", "run.log_with"}
     conditions = [each.metadata["needs"] for each in fields(OURS[section]) if "needs" in each.metadata]
     words = [word for each in conditions for both in each.split(" and ") for word in both.split(" or ")]
     assert {word.partition("=")[0].rstrip("!") for word in words if word not in EVENTS} <= names
@@ -57,7 +57,7 @@ CASES = [
     (
         None,
         {"precision": {"max_skipped_steps": 3}},
-        "run.mixed_precision=fp16 or run.nonfinite_gradients=skip",
+        "run.mixed_precision=fp16 or run.on_nonfinite=skip",
     ),
 ]
 
@@ -83,7 +83,7 @@ def test_a_setting_whose_condition_holds_and_a_default_in_code_are_not_told(capl
     ddp = DDPSettings(communication_hook="power_sgd", power_sgd_rank=4)
     Accelerator(cpu=True, backend="ddp", sections={"ddp": ddp}).end_training()
     Accelerator(cpu=True, backend="ddp", sections={"ddp": DDPSettings(static_graph=True)}).end_training()
-    skip = {"run": {"nonfinite_gradients": "skip"}, "precision": {"max_skipped_steps": 3}}
+    skip = {"run": {"on_nonfinite": "skip"}, "precision": {"max_skipped_steps": 3}}
     Accelerator(cpu=True, sections=skip).end_training()
     assert "has no effect" not in caplog.text
 

@@ -18,7 +18,7 @@ from drivetrain_backends import (
     Prepared,
     SingleBackend,
 )
-from drivetrain_backends.gradients.accumulation import NonFiniteGradients
+from drivetrain_backends.gradients.accumulation import OnNonfinite
 from drivetrain_backends.modules.block_changes import BlockChanges
 from drivetrain_backends.settings import ModelSettings
 from drivetrain_backends.state_dict.full_tensors import full_tensor
@@ -45,14 +45,14 @@ def backend_of(
     *,
     accumulation: int = 1,
     precision: PrecisionSettings | None = None,
-    nonfinite_gradients: NonFiniteGradients = "ignore",
+    on_nonfinite: OnNonfinite = "warn",
     changes: ModelSettings | None = None,
     **settings: Any,
 ) -> Any:
     """Return a backend by its kind, with the settings of its section; `changes` are made in its models."""
     made, section = KINDS[kind]
     where = context(needs_group=kind != "single")
-    window = AccumulationWindow(accumulation, nonfinite_gradients=nonfinite_gradients)
+    window = AccumulationWindow(accumulation, on_nonfinite=on_nonfinite)
     policy = choose_policy(mode, where.device, precision)
     backend = made(where, policy, window=window, settings=None if section is None else section(**settings))
     return backend if changes is None else changing(backend, changes)

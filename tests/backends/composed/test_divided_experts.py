@@ -85,8 +85,8 @@ def prepared(
     **options: Any,
 ) -> tuple[Any, Any]:
     """Return a backend with the model that it has prepared; a window is of two micro-batches by default."""
-    nonfinite = options.pop("nonfinite_gradients", "ignore")
-    window = AccumulationWindow(options.pop("accumulation", 2), nonfinite_gradients=nonfinite)
+    nonfinite = options.pop("on_nonfinite", "warn")
+    window = AccumulationWindow(options.pop("accumulation", 2), on_nonfinite=nonfinite)
     policy = choose_policy(mode, where.device, options.pop("precision", None))
     made, section = BACKENDS[kind]
     changes = options.pop("changes", ModelSettings())
@@ -205,7 +205,7 @@ def transformers_steps(mesh: str | None) -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # transformers warns of its own classes
+@pytest.mark.filterwarnings("warn")  # transformers warns of its own classes
 @pytest.mark.parametrize(
     "mesh", ["shard 2 x expert 2", "context 2 x expert 2", "context 2 x tensor 2 x expert 4"]
 )
@@ -280,7 +280,7 @@ def one_bad_expert() -> tuple[int, list[float], dict[str, int]]:
     """Measure norms and count what tokens choose; then step on a NaN in one rank's experts."""
     with context(parallelism=MESHES["shard 2 x expert 2"]) as where:
         model, optimizer = build()
-        backend, one = prepared(where, model, optimizer, accumulation=1, nonfinite_gradients="skip")
+        backend, one = prepared(where, model, optimizer, accumulation=1, on_nonfinite="skip")
         (tokens,) = batches(1)
         own = tokens.chunk(2)[where.topology.rank]
         backend.window.begin(is_last=True)

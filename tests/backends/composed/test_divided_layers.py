@@ -159,9 +159,7 @@ def one_bad_part() -> list[object]:
     with context(parallelism=ParallelDims(tensor=2, tensor_styles=STYLES)) as where:
         torch.manual_seed(0)
         model = Perceptron()
-        backend, one = prepared(
-            where, "single", model, SGD(model.parameters(), lr=0.1), nonfinite_gradients="skip"
-        )
+        backend, one = prepared(where, "single", model, SGD(model.parameters(), lr=0.1), on_nonfinite="skip")
         backend.window.begin(is_last=True)
         backend.backward(one.model(TOKENS).square().mean())
         if where.topology.rank == 1:

@@ -168,7 +168,7 @@ def test_gradients_are_the_mean_over_the_ranks_that_have_batches(
     mode: str, accumulation: int, settings: dict
 ) -> None:
     precision = PrecisionSettings(initial_scale=256.0)
-    options = {"accumulation": accumulation, "nonfinite_gradients": "raise", "precision": precision}
+    options = {"accumulation": accumulation, "on_nonfinite": "raise", "precision": precision}
     backend, model, prepared = prepare_sgd(ddp(mode, **options, **settings), linear())
     rank = dist.get_rank()
     with backend.join([prepared.model]):

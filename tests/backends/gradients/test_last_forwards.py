@@ -54,7 +54,7 @@ def error_of(
     if compiles is not None:
         model.get_submodule(compiles).compile(backend="eager")
     backend, _, prepared = prepare_sgd(
-        backend_of(kind, mode, accumulation=accumulation, nonfinite_gradients="raise"), model
+        backend_of(kind, mode, accumulation=accumulation, on_nonfinite="raise"), model
     )
     is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
     with pytest.raises(NonFiniteGradientError) as caught:  # noqa: PT012 a loop
@@ -93,12 +93,12 @@ def test_the_layer_is_named_under_autocast() -> None:
 def test_all_ranks_name_the_layer_and_the_rank_where_it_was(kind: str) -> None:
     said = error_of(kind)
     assert NAMED in said
-    assert " inputs were finite, on rank 1; nonfinite_gradients='skip'" in said
+    assert " inputs were finite, on rank 1; on_nonfinite='skip'" in said
 
 
 def test_what_a_loss_made_is_not_said_of_the_forward() -> None:
     model = Net()
-    _, _, prepared = prepare_sgd(backend_of("single", nonfinite_gradients="raise"), model)
+    _, _, prepared = prepare_sgd(backend_of("single", on_nonfinite="raise"), model)
     prepared.backward(prepared.model(torch.randn(4, 2), zero=False).sum() * torch.nan)
     said = r"The forward, run again in eager mode, was finite: it arose in the loss or backward"
     with pytest.raises(NonFiniteGradientError, match=said):
@@ -128,7 +128,7 @@ class FailsAgain(nn.Linear):
 
 
 def test_an_error_of_a_forward_that_is_run_again_does_not_hide_the_first_one() -> None:
-    _, _, prepared = prepare_sgd(backend_of("single", nonfinite_gradients="raise"), FailsAgain(2, 1))
+    _, _, prepared = prepare_sgd(backend_of("single", on_nonfinite="raise"), FailsAgain(2, 1))
     prepared.backward(prepared.model(torch.ones(1, 2)).sum())
     said = (
         r"^the gradients of all 2 parameters .* Its layer is not known, as the last forward, run again, ended in "
@@ -138,9 +138,9 @@ def test_an_error_of_a_forward_that_is_run_again_does_not_hide_the_first_one() -
         prepared.optimizers[0].step()
 
 
-@pytest.mark.parametrize("treatment", ["ignore", "skip", "raise"])
+@pytest.mark.parametrize("treatment", ["warn", "skip", "raise"])
 def test_a_batch_is_kept_until_the_step_and_only_for_an_error_and_by_no_copy(treatment: Any) -> None:
-    _, _, prepared = prepare_sgd(backend_of("single", nonfinite_gradients=treatment), nn.Linear(2, 1))
+    _, _, prepared = prepare_sgd(backend_of("single", on_nonfinite=treatment), nn.Linear(2, 1))
     gc.disable()
     try:
         batch = torch.ones(1, 2)
@@ -157,7 +157,7 @@ def test_a_batch_is_kept_until_the_step_and_only_for_an_error_and_by_no_copy(tre
 
 
 def test_a_forward_without_gradients_takes_no_place() -> None:
-    _, _, prepared = prepare_sgd(backend_of("single", nonfinite_gradients="raise"), Net())
+    _, _, prepared = prepare_sgd(backend_of("single", on_nonfinite="raise"), Net())
     take_step(prepared, prepared.model(torch.randn(4, 2), zero=False).sum())
     prepared.backward(prepared.model(torch.randn(4, 2), zero=True).sum())
     with torch.no_grad():

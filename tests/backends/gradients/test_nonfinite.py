@@ -1,4 +1,4 @@
-"""What becomes of a step whose gradients hold an infinity or NaN: ignored, skipped on all ranks, or an error."""
+"""What becomes of a step whose gradients hold an infinity or NaN: taken, skipped on all ranks, or an error."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -36,7 +36,7 @@ def poison(model: nn.Sequential, value: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
 def test_a_step_on_gradients_that_are_not_finite_is_an_error_that_names_the_parameter(value: float) -> None:
-    _single, model, prepared = prepare_sgd(backend(nonfinite_gradients="raise"), two_layers())
+    _single, model, prepared = prepare_sgd(backend(on_nonfinite="raise"), two_layers())
     prepared.backward(model(torch.ones(1, 2)).sum())
     step_and_clear(prepared)
     before = model[1].weight.detach().clone()
@@ -57,7 +57,7 @@ def test_what_is_not_asked_for_is_not_looked_for() -> None:
 
 
 def test_a_skipped_step_moves_neither_weights_nor_schedule_and_the_next_one_does() -> None:
-    model, single = two_layers(), backend(nonfinite_gradients="skip")
+    model, single = two_layers(), backend(on_nonfinite="skip")
     own = SGD(model.parameters(), lr=0.1)
     (prepared,) = single.prepare([model], [own], [StepLR(own, 1, gamma=0.5)])
     (optimizer,), (scheduler,) = prepared.optimizers, prepared.schedulers
@@ -79,7 +79,7 @@ def test_a_skipped_step_moves_neither_weights_nor_schedule_and_the_next_one_does
 @pytest.mark.parametrize("clipped", [{"norm": 1.0}, {"norm": 1.0, "norm_type": INFINITY}, {"value": 1.0}])
 @pytest.mark.parametrize("part", [slice(None), slice(0, 1)])  # of the parameters: all, or one that is finite
 def test_clipping_neither_hides_an_infinity_nor_spreads_it(clipped: dict[str, float], part: slice) -> None:
-    _single, model, prepared = prepare_sgd(backend(nonfinite_gradients="skip"), two_layers())
+    _single, model, prepared = prepare_sgd(backend(on_nonfinite="skip"), two_layers())
     prepared.backward(poison(model, INFINITY))
     prepared.clip(list(model.parameters())[part], **clipped)
     prepared.optimizers[0].step()
@@ -89,7 +89,7 @@ def test_clipping_neither_hides_an_infinity_nor_spreads_it(clipped: dict[str, fl
 
 @pytest.mark.parametrize("clipped", [{"norm": 1.0}, {"value": 1.0}])
 def test_clipping_tells_of_the_first_bad_parameter_before_all_are(clipped: dict[str, float]) -> None:
-    _single, model, prepared = prepare_sgd(backend(nonfinite_gradients="raise"), two_layers())
+    _single, model, prepared = prepare_sgd(backend(on_nonfinite="raise"), two_layers())
     prepared.backward(poison(model, NAN))
     with pytest.raises(NonFiniteGradientError, match=r"of 1\.weight .* at optimizer step 1\."):
         prepared.clip(**clipped)
@@ -97,7 +97,7 @@ def test_clipping_tells_of_the_first_bad_parameter_before_all_are(clipped: dict[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_finite_gradients_whose_norm_overflows_are_no_error(dtype: torch.dtype) -> None:
-    _single, model, prepared = prepare_sgd(backend(nonfinite_gradients="raise"), two_layers().to(dtype))
+    _single, model, prepared = prepare_sgd(backend(on_nonfinite="raise"), two_layers().to(dtype))
     prepared.backward(poison(model, torch.finfo(dtype).max / 2))
     prepared.clip(norm=1.0)
     prepared.optimizers[0].step()
@@ -106,7 +106,7 @@ def test_finite_gradients_whose_norm_overflows_are_no_error(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_one_bad_micro_batch_leaves_its_window_out_and_no_other(counted: bool) -> None:
-    single, model, prepared = prepare_sgd(backend(accumulation=2, nonfinite_gradients="skip"), two_layers())
+    single, model, prepared = prepare_sgd(backend(accumulation=2, on_nonfinite="skip"), two_layers())
     (optimizer,) = prepared.optimizers
     skipped = []
     for factor in (1.0, 1.0, INFINITY, 1.0, 1.0, 1.0):
@@ -122,7 +122,7 @@ def test_one_bad_micro_batch_leaves_its_window_out_and_no_other(counted: bool) -
 
 
 def test_both_optimizers_of_a_model_leave_the_step_out() -> None:
-    model, single = two_layers(), backend(nonfinite_gradients="skip")
+    model, single = two_layers(), backend(on_nonfinite="skip")
     optimizers = [SGD(model[0].parameters(), lr=0.1), SGD(model[1].parameters(), lr=0.1)]
     (prepared,) = single.prepare([model], optimizers, [])
     prepared.backward(poison(model, NAN))
@@ -134,7 +134,7 @@ def test_both_optimizers_of_a_model_leave_the_step_out() -> None:
 
 
 def test_gradients_of_a_plain_backward_are_looked_at_at_every_step() -> None:
-    _single, model, prepared = prepare_sgd(backend(nonfinite_gradients="skip"), two_layers())
+    _single, model, prepared = prepare_sgd(backend(on_nonfinite="skip"), two_layers())
     skipped = []
     for factor in (1.0, NAN, NAN, 1.0):
         model.zero_grad()
@@ -147,7 +147,7 @@ def test_gradients_of_a_plain_backward_are_looked_at_at_every_step() -> None:
 @pytest.mark.parametrize("what", ["skip", "raise"])
 def test_fp16_lowers_its_scale_before_an_overflow_is_an_error(what: str) -> None:
     single, model, prepared = prepare_sgd(
-        backend("fp16", precision=PrecisionSettings(initial_scale=4.0), nonfinite_gradients=what),
+        backend("fp16", precision=PrecisionSettings(initial_scale=4.0), on_nonfinite=what),
         two_layers(),
     )
     for scale in (4.0, 2.0, 1.0):
@@ -175,17 +175,15 @@ def test_models_clipped_by_one_norm_leave_the_step_out_together_in_fp16() -> Non
 
 
 def test_another_word_than_the_three_is_refused() -> None:
-    with pytest.raises(ValueError, match="nonfinite_gradients='stop': must be one of ignore, skip, raise"):
-        AccumulationWindow(nonfinite_gradients="stop")
+    with pytest.raises(ValueError, match="on_nonfinite='stop': must be one of warn, skip, raise"):
+        AccumulationWindow(on_nonfinite="stop")
 
 
 def train_with_a_bad_loss_on_rank_1(
     kind: str, what: str, clip: bool, counted: bool
 ) -> tuple[Any, list[bool]]:
     """Train three windows, in the second of which rank 1 has a loss that is NaN; return what was skipped."""
-    backend, _, prepared = prepare_sgd(
-        backend_of(kind, accumulation=2, nonfinite_gradients=what), two_layers()
-    )
+    backend, _, prepared = prepare_sgd(backend_of(kind, accumulation=2, on_nonfinite=what), two_layers())
     skipped = []
     for micro_batch in range(6):
         backend.window.begin()

@@ -41,12 +41,10 @@ class Net(nn.Module):
         return self.head(self.blocks(x))
 
 
-def make(kind: str, mode: str, settings: PrecisionSettings, nonfinite: Any = "ignore") -> Any:
+def make(kind: str, mode: str, settings: PrecisionSettings, nonfinite: Any = "warn") -> Any:
     section: dict[str, Any] = {"wrap": ["Block"]} if kind == "fsdp" else {}
     changes = ModelSettings(activation_checkpointing="full") if kind == "fsdp" else None
-    return backend_of(
-        kind, mode, precision=settings, nonfinite_gradients=nonfinite, changes=changes, **section
-    )
+    return backend_of(kind, mode, precision=settings, on_nonfinite=nonfinite, changes=changes, **section)
 
 
 def run(
@@ -56,7 +54,7 @@ def run(
     overflows: bool = False,
     factor: float = 1.0,
     mode: str = "fp16",
-    nonfinite: str = "ignore",
+    nonfinite: str = "warn",
     **settings: float | None,
 ) -> tuple[str, list[bool], float]:
     """The error of a run, which of its steps were skipped, and its last loss scale."""

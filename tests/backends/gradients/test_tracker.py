@@ -99,7 +99,7 @@ def test_the_losses_of_a_window_are_added_up_and_the_next_window_begins_anew() -
 
 
 def test_the_norm_and_an_overflow_are_told_until_the_next_loss() -> None:
-    single, model, prepared = prepare_sgd(backend(nonfinite_gradients="skip"), Weight(), lr=1.0)
+    single, model, prepared = prepare_sgd(backend(on_nonfinite="skip"), Weight(), lr=1.0)
     single.window.begin()
     prepared.backward(model(torch.tensor(math.inf)))
     prepared.clip(norm=1.0)

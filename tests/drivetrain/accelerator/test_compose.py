@@ -153,10 +153,8 @@ def test_a_backend_comes_as_class_or_from_a_registry() -> None:
 
 
 def test_gradients_are_looked_at_where_the_run_says_so() -> None:
-    accelerator = Accelerator(
-        cpu=True, sections={"run": {"nonfinite_gradients": "raise", "show_plan": False}}
-    )
-    (row,) = [row for row in accelerator.plan.rows if row.setting == "run.nonfinite_gradients"]
+    accelerator = Accelerator(cpu=True, sections={"run": {"on_nonfinite": "raise", "show_plan": False}})
+    (row,) = [row for row in accelerator.plan.rows if row.setting == "run.on_nonfinite"]
     assert (row.asked, row.applied, row.read_back) == ("raise", "raise", True)
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
@@ -168,11 +166,11 @@ def test_gradients_are_looked_at_where_the_run_says_so() -> None:
 def test_a_backend_that_looks_at_no_gradients_is_refused_where_the_run_wants_it() -> None:
     class Blind(SingleBackend):
         def applied(self):
-            return {name: value for name, value in super().applied().items() if name != "nonfinite_gradients"}
+            return {name: value for name, value in super().applied().items() if name != "on_nonfinite"}
 
-    assert Accelerator(cpu=True, backend=Blind).settings.nonfinite_gradients == "ignore"
+    assert Accelerator(cpu=True, backend=Blind).settings.on_nonfinite == "warn"
     with pytest.raises(ConfigError, match="Blind does not look for infinities and NaNs"):
-        Accelerator(cpu=True, backend=Blind, sections={"run": {"nonfinite_gradients": "skip"}})
+        Accelerator(cpu=True, backend=Blind, sections={"run": {"on_nonfinite": "skip"}})
 
 
 def test_sections_that_are_no_mapping_are_refused() -> None:

@@ -8,9 +8,9 @@ from torch.optim import SGD
 from plain_loop.accelerated import accelerator_of
 
 
-def train(num_steps: int, bad: int, *, treatment: str = "ignore") -> None:
+def train(num_steps: int, bad: int, *, treatment: str = "warn") -> None:
     """Train on a loss that is NaN from some step on."""
-    sections: dict[str, Any] = {"run": {"nonfinite_gradients": treatment, "show_plan": False}}
+    sections: dict[str, Any] = {"run": {"on_nonfinite": treatment, "show_plan": False}}
     with accelerator_of("single", sections=sections) as accelerator:
         model = nn.Linear(2, 1)
         model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
@@ -36,7 +36,7 @@ def test_a_loss_that_is_not_finite_is_told_once(
     )
 
 
-@pytest.mark.parametrize(("bad", "treatment"), [(100, "ignore"), (3, "skip")])
+@pytest.mark.parametrize(("bad", "treatment"), [(100, "warn"), (3, "skip")])
 def test_nothing_is_said_of_finite_losses_and_of_steps_that_are_skipped(
     bad: int, treatment: str, caplog: pytest.LogCaptureFixture
 ) -> None:

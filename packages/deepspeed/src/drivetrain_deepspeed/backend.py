@@ -153,10 +153,8 @@ class DeepSpeedBackend(ComposedBackend):
         """Return the values in force, read back from the first engine."""
         found = {**super().applied(), "reduce_dtype": self.policy.dtypes.said().get("reduce_dtype")}
         is_zero = self.config["zero_optimization"]["stage"] > 0
-        if found["nonfinite_gradients"] == "ignore" and is_zero and self.policy.mode_beside_recipe != "bf16":
-            found["nonfinite_gradients"] = AutoValue(
-                value="skip", reason="ZeRO leaves such steps out by itself"
-            )
+        if found["on_nonfinite"] == "warn" and is_zero and self.policy.mode_beside_recipe != "bf16":
+            found["on_nonfinite"] = AutoValue(value="skip", reason="ZeRO leaves such steps out by itself")
         for engine in self._engines()[:1]:
             found |= read_back(engine.engine, self.settings)
             if self.policy.dtypes.reduce is not None:

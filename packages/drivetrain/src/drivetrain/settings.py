@@ -56,11 +56,11 @@ class RunSettings:
             "an elastic run, it is scaled to keep the global batch; unset: it is the same for any number."
         },
     )
-    nonfinite_gradients: Literal["ignore", "skip", "raise"] = field(
-        default="ignore",
+    on_nonfinite: Literal["warn", "skip", "raise"] = field(
+        default="warn",
         metadata={
-            "help": "Handling of a step whose gradients hold an infinity or NaN: ignore takes it unchecked, "
-            "skip skips it on all ranks, raise raises an error."
+            "help": "Handling of a step whose gradients hold an infinity or NaN: warn takes it, and warns at the "
+            "first such loss; skip skips it on all ranks; raise raises an error that names the layer."
         },
     )
     cpu: bool = field(
@@ -129,10 +129,8 @@ class RunSettings:
             raise ValueError(
                 f"accumulation_world_size={self.accumulation_world_size!r}: must be at least 1 process"
             )
-        if self.nonfinite_gradients not in ("ignore", "skip", "raise"):
-            raise ValueError(
-                f"nonfinite_gradients={self.nonfinite_gradients!r}: must be one of ignore, skip, raise"
-            )
+        if self.on_nonfinite not in ("warn", "skip", "raise"):
+            raise ValueError(f"on_nonfinite={self.on_nonfinite!r}: must be one of warn, skip, raise")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}: must lie between 0 and 2**63 - 1")
         if self.project_dir is not None and _LOST_SLASH.match(self.project_dir.as_posix()):

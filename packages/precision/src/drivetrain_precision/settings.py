@@ -16,7 +16,7 @@ def _setting(default: Any, text: str, *, needs: str | None = None) -> Any:
 class PrecisionSettings:
     """The loss scale of fp16 training, the limit of skipped steps, fp8, and the dtypes of a model.
 
-    bf16 and fp32 have no loss scale. Their steps are skipped only with `run.nonfinite_gradients="skip"`.
+    bf16 and fp32 have no loss scale. Their steps are skipped only with `run.on_nonfinite="skip"`.
 
     Example:
         >>> PrecisionSettings(param_dtype="bf16", keep_fp32=("*.norm",)).keep_fp32
@@ -92,7 +92,7 @@ class PrecisionSettings:
         64,
         "Optimizer steps skipped one after another, as their gradients are not finite, that end the run; "
         "unset: any number.",
-        needs="run.mixed_precision=fp16 or run.nonfinite_gradients=skip",
+        needs="run.mixed_precision=fp16 or run.on_nonfinite=skip",
     )
     watch_underflow: int | None = _setting(
         None,

@@ -90,10 +90,18 @@ def _opened_notebook(folder: Path, python: str) -> Iterator[Notebook]:
     pytest.importorskip("ipykernel", reason="comes with the dev dependencies")
     nbclient = pytest.importorskip("nbclient", reason="comes with the dev dependencies")
     from nbformat.v4 import new_notebook
+    from traitlets.config import Config
 
+    # And not ports, which Jupyter picks seconds before the kernel listens: ranks of other tests may take one.
+    config = Config(KernelManager={"transport": "ipc", "ip": str(folder / "kernel")})
     resources = {"metadata": {"path": str(folder)}}
     client = nbclient.NotebookClient(
-        new_notebook(), timeout=150, allow_errors=True, kernel_name="python3", resources=resources
+        new_notebook(),
+        timeout=150,
+        allow_errors=True,
+        kernel_name="python3",
+        resources=resources,
+        config=config,
     )
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with client.setup_kernel():

@@ -57,7 +57,7 @@ class ComposedBackend:
             settings if settings is not None or self.settings_type is None else self.settings_type()
         )
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
-        forwards = LastForwards() if window.nonfinite_gradients == "raise" else None
+        forwards = LastForwards() if window.on_nonfinite == "raise" else None
         # What a strategy gives the forwards of models that can be run again by calling them; see `on_one_device`.
         self.note_forward = None if forwards is None else forwards.note
         self.strategy = self.across(self.compose())
@@ -236,7 +236,7 @@ class ComposedBackend:
             "gradient_accumulation_steps": self.window.next_num_micro_batches,
             "mixed_precision": self.policy.mode,
             "loss_scaling": self.scaler is not None,
-            "nonfinite_gradients": self.window.nonfinite_gradients,
+            "on_nonfinite": self.window.on_nonfinite,
             **read_dtypes([prepared.unwrap() for prepared in self._prepared], self.policy, self._updates),
         }
         for transform in self.strategy.transforms:

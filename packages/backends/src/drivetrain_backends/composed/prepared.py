@@ -104,7 +104,7 @@ class ComposedPrepared:
             if self._tracker.scaler is not None:
                 self._known.look_at_forms("and fp16 scales the gradients of what it was prepared with")
         group.finish()
-        if self._window.nonfinite_gradients != "ignore":
+        if self._window.on_nonfinite != "warn":
             group.check_finite(optimizer)
             self._refuse_nonfinite((group,))
         group.use()
@@ -261,7 +261,7 @@ class ComposedPrepared:
         Groups clipped by one norm are skipped together, because the norm is meaningless if any gradient in it is not
         finite.
         """
-        if self._window.nonfinite_gradients != "ignore":
+        if self._window.on_nonfinite != "warn":
             held = set(map(id, clipped)) if norm is not None and norm.isfinite().item() else set[int]()
             for group in groups:
                 are_finite = all(id(p) in held for p in group.parameters() if p.grad is not None)
@@ -283,7 +283,7 @@ class ComposedPrepared:
 
     def _refuse_nonfinite(self, groups: Sequence[GradientGroup]) -> None:
         """Raise on non-finite gradients, if the settings end the run and no smaller loss scale is left to try."""
-        if self._window.nonfinite_gradients != "raise":
+        if self._window.on_nonfinite != "raise":
             return
         forwards, groups = self._tracker.forwards, [group for group in groups if group.final.overflowed]
         if not groups:

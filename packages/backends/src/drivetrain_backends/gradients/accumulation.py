@@ -18,7 +18,7 @@ from torch import Tensor
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_state import Context, reduce
 
-NonFiniteGradients: TypeAlias = Literal["ignore", "skip", "raise"]
+OnNonfinite: TypeAlias = Literal["warn", "skip", "raise"]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +36,8 @@ class AccumulationWindow:
         is_probe: Whether what trains is put back afterwards: what looks at a run's steps leaves it out.
         keeps_divisor: Whether the losses of a window that closes early stay divided by its nominal length, as in
             Accelerate.
-        nonfinite_gradients: The treatment of steps whose gradients hold an infinity or NaN: "ignore" does not check,
-            "skip" skips the step, "raise" is an error.
+        on_nonfinite: The treatment of steps whose gradients hold an infinity or NaN: "skip" skips the step,
+            "raise" is an error, "warn" takes it unchecked: whoever reads the losses may warn.
         length: The number of micro-batches in the current window so far, including the current one.
         closing: Whether the current micro-batch is the window's last: gradients are reduced and optimizers step.
         begun: The total number of micro-batches begun; it identifies the current micro-batch.
@@ -49,7 +49,7 @@ class AccumulationWindow:
 
     num_micro_batches: int = 1
     _: KW_ONLY
-    nonfinite_gradients: NonFiniteGradients = "ignore"
+    on_nonfinite: OnNonfinite = "warn"
     next_num_micro_batches: int = field(init=False)
     fixed_because: str | None = field(default=None, init=False)
     is_open_ended: bool = field(default=False, init=False)
@@ -65,10 +65,9 @@ class AccumulationWindow:
 
     def __post_init__(self) -> None:
         _check_size(self.num_micro_batches)
-        if self.nonfinite_gradients not in get_args(NonFiniteGradients):
+        if self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(
-                f"nonfinite_gradients={self.nonfinite_gradients!r}: must be one of "
-                f"{', '.join(get_args(NonFiniteGradients))}"
+                f"on_nonfinite={self.on_nonfinite!r}: must be one of {', '.join(get_args(OnNonfinite))}"
             )
         self.next_num_micro_batches = self.num_micro_batches
 

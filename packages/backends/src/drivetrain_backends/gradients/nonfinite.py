@@ -1,7 +1,8 @@
 """Detection of gradients that hold an infinity or NaN, in one pass and with the same report on every rank.
 
-The accumulation window sets the treatment: "ignore" does not check, "skip" skips the step, "raise" ends the run with
-an error. The fp16 loss scaler has its own check, and skips steps that a smaller scale makes finite.
+The accumulation window sets the treatment: "skip" skips the step, "raise" ends the run with an error, "warn" takes it
+unchecked, and the `Accelerator`, which sees the losses, warns. The fp16 loss scaler has its own check, and skips
+steps that a smaller scale makes finite.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,7 @@ def nonfinite_error(
     found = found or "precision.watch_underflow names the layer that overflows first"
     return NonFiniteGradientError(
         f"{which}{where} at optimizer step {step}{cause}. Nothing was stepped. "
-        f"{found}; nonfinite_gradients='skip' leaves such steps out"
+        f"{found}; on_nonfinite='skip' leaves such steps out"
     )
 
 

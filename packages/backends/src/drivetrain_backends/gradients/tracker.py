@@ -319,7 +319,7 @@ class GradientTracker:
         self.reducer = reducer  # the object that runs backwards and reduces their gradients
         self.scaler = reducer.scaler  # the loss scale, for fp16
         self.precision = precision or PrecisionSettings()  # the limits of skipped steps
-        is_watched = window.nonfinite_gradients == "raise"
+        is_watched = window.on_nonfinite == "raise"
         # Whether backwards leave the final mean gradients of a full window, with nothing to correct and no loss to
         # record.
         self.is_plain = self.scaler is None and type(reducer) is ParameterGradients and not is_watched
@@ -406,7 +406,7 @@ class GradientTracker:
             for group in (owners if len(owners) > 1 else ())
             if group.stage == "final" and group.last_window == window.number
         ]
-        is_bad = ~loss.detach().isfinite() if window.nonfinite_gradients == "raise" else None
+        is_bad = ~loss.detach().isfinite() if window.on_nonfinite == "raise" else None
         for group in owners:
             if group not in final:
                 group.add_loss(count, is_bad=is_bad)

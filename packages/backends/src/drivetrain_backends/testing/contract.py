@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from drivetrain_backends.errors import NonFiniteGradientError, PairingError
-from drivetrain_backends.gradients.accumulation import AccumulationWindow, NonFiniteGradients
+from drivetrain_backends.gradients.accumulation import AccumulationWindow, OnNonfinite
 from drivetrain_backends.modules.block_changes import BlockChanges
 from drivetrain_backends.protocol import Backend
 from drivetrain_backends.state_dict.full_tensors import full_state_dict
@@ -288,10 +288,10 @@ class BackendContract:
 
     def check_nonfinite_gradients(self, context: Context) -> None:
         """Check that a NaN of one rank skips the step on all, or is an error on all, if the backend looks for it."""
-        treatments: tuple[NonFiniteGradients, ...] = ("skip", "raise")
+        treatments: tuple[OnNonfinite, ...] = ("skip", "raise")
         for treatment in treatments:
-            run = self._start(context, self._case(windows=[1] * 2), nonfinite_gradients=treatment)
-            if "nonfinite_gradients" not in run.backend.applied():  # the Accelerator refuses to ask it
+            run = self._start(context, self._case(windows=[1] * 2), on_nonfinite=treatment)
+            if "on_nonfinite" not in run.backend.applied():  # the Accelerator refuses to ask it
                 run.backend.close()
                 return
             windows = run.steps()
@@ -300,7 +300,7 @@ class BackendContract:
             if context.ranks("reads").index == 0:
                 for x, _ in run.windows[1][0]:
                     x.fill_(torch.nan)
-            what = f"nonfinite_gradients={treatment!r}"
+            what = f"on_nonfinite={treatment!r}"
             try:
                 next(windows)
                 assert treatment == "skip", f"{what}: a step on a NaN was no NonFiniteGradientError"
@@ -352,10 +352,8 @@ class BackendContract:
     def _case(self, **options: Any) -> Case:
         return Case(layer=self.layer, **options)
 
-    def _backend(
-        self, context: Context, case: Case, nonfinite_gradients: NonFiniteGradients = "ignore"
-    ) -> Backend:
-        window = AccumulationWindow(case.accumulation, nonfinite_gradients=nonfinite_gradients)
+    def _backend(self, context: Context, case: Case, on_nonfinite: OnNonfinite = "warn") -> Backend:
+        window = AccumulationWindow(case.accumulation, on_nonfinite=on_nonfinite)
         return self.backend(
             context, choose_policy(case.mode, context.device, _SCALING), window=window, settings=self.settings
         )
@@ -368,9 +366,9 @@ class BackendContract:
         scheduled: bool = False,
         seed: int = 0,
         make: Callable[[nn.Module], Optimizer] = make_optimizer,
-        nonfinite_gradients: NonFiniteGradients = "ignore",
+        on_nonfinite: OnNonfinite = "warn",
     ) -> Run:
-        backend = self._backend(context, case, nonfinite_gradients)
+        backend = self._backend(context, case, on_nonfinite)
         model = tiny_model(case, self._dtype_of(case), seed=seed)
         optimizer = make(model)
         schedulers = [LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 3))] if scheduled else []

@@ -132,7 +132,7 @@ class Accelerator(Ranks, Training, Saving, Hub, Results):
         is_main = parts.context.topology.is_main
         self._half_check = HalfCheck(parts.prepared, is_main=is_main) if checks_half else None
         # A loss scale skips such steps itself.
-        is_watched = is_main and self.settings.nonfinite_gradients == "ignore" and parts.policy.mode != "fp16"
+        is_watched = is_main and self.settings.on_nonfinite == "warn" and parts.policy.mode != "fp16"
         self._loss_watch = LossWatch(parts) if is_watched else None
         self._micro_batch = MicroBatch(parts, check=self._half_check)
         if self.settings.seed is not None:

@@ -91,7 +91,7 @@ def _tell_settings(parts: Parts, given: Sections, backends: Sequence[str]) -> No
         backend=type(parts.backend).__name__,
         run={
             "run.mixed_precision": parts.policy.mode if asked == "auto" else asked,
-            "run.nonfinite_gradients": given.run.nonfinite_gradients,
+            "run.on_nonfinite": given.run.on_nonfinite,
             "run.log_with": bool(parts.trackers.names),
         },
     )
@@ -119,7 +119,7 @@ def _build(
     )
     if is_main:
         warn_if_changed(scaled)
-    window = AccumulationWindow(scaled.steps, nonfinite_gradients=run.nonfinite_gradients)
+    window = AccumulationWindow(scaled.steps, on_nonfinite=run.on_nonfinite)
 
     def make(kind: type[Backend], window: AccumulationWindow, settings: Any) -> Backend:
         made = kind(context, policy, window=window, settings=settings)
@@ -218,10 +218,10 @@ def _add_fp8(parts: Parts, recipe: Fp8Recipe) -> None:
 def _check_applied(backend: Backend, run: RunSettings, policy: Policy) -> None:
     """Refuse settings that the backend, such as one of a third party, does not apply."""
     applied = backend.applied()
-    if run.nonfinite_gradients != "ignore" and "nonfinite_gradients" not in applied:
+    if run.on_nonfinite != "warn" and "on_nonfinite" not in applied:
         raise ConfigError(
-            f"run.nonfinite_gradients={run.nonfinite_gradients!r}: {type(backend).__name__} does not look for "
-            "infinities and NaNs in gradients; leave it at 'ignore', or choose another backend"
+            f"run.on_nonfinite={run.on_nonfinite!r}: {type(backend).__name__} does not look for "
+            "infinities and NaNs in gradients; leave it at 'warn', or choose another backend"
         )
     said = policy.dtypes.said()
     if missing := [name for name in said if name not in applied]:

@@ -62,7 +62,7 @@ class LossWatch:
         prepared = self._prepared()
         weights = None if prepared is None else describe_weights([one.unwrap() for one in prepared.models])
         logger.warning(
-            "the loss of step %d is %s, and training goes on: run.nonfinite_gradients='ignore' takes every step. "
+            "the loss of step %d is %s, and training goes on: run.on_nonfinite='warn' takes every step. "
             "%sGo on from a checkpoint with 'raise', which ends the run at the first such gradient and names the "
             "layer; 'skip' leaves such steps out",
             self._seen,
