@@ -147,7 +147,7 @@ def serve(server: socket.socket, started_with: Mapping[str, str]) -> Order:
 def _keep(shim: socket.socket, started_with: Mapping[str, str]) -> Order:
     """Fork the process of an order, hand signals on to it, tell how it ends; comes back in that process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    order = _receive(shim)
+    order = receive(shim)
     if order is None:
         os._exit(0)
     if order.needs_fresh_interpreter(started_with):
@@ -169,11 +169,13 @@ def _keep(shim: socket.socket, started_with: Mapping[str, str]) -> Order:
     os._exit(0)
 
 
-def _receive(shim: socket.socket) -> Order | None:
+def receive(shim: socket.socket) -> Order | None:
+    """Read an order, and leave what comes behind it; None if the shim has ended."""
     size, files, _, _ = socket.recv_fds(shim, 8, 64)
     text = b""
-    while size and len(text) < int.from_bytes(size, "little"):
-        if not (part := shim.recv(1 << 16)):
+    # And no more than these: signals come behind them.
+    while missing := int.from_bytes(size, "little") - len(text):
+        if not (part := shim.recv(min(missing, 1 << 16))):
             return None
         text += part
     if not text:

@@ -1,7 +1,9 @@
 """The program that stands for `python` does what Python does, but for the time that an import takes."""
 
+import marshal
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from preloaded import receive
 from processes import rank_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has it")
@@ -119,6 +122,17 @@ def test_a_signal_is_handed_on(python: str, number: signal.Signals) -> None:
         process.stdout.readline()
         process.send_signal(number)
         assert process.wait(30) == number
+
+
+def test_a_signal_that_comes_before_an_order_is_read_waits_for_its_process() -> None:
+    keeper, shim = socket.socketpair()
+    with keeper, shim:
+        order = marshal.dumps((["-c", "pass"], "/", {}, []))
+        shim.sendall(len(order).to_bytes(8, "little") + order + bytes([signal.SIGTERM]))
+        received = receive(keeper)
+        assert received is not None
+        assert received.arguments == ["-c", "pass"]
+        assert keeper.recv(2) == bytes([signal.SIGTERM])
 
 
 def test_a_process_is_killed_with_the_program_that_stands_for_it(python: str) -> None:
