@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, AccumulationError, find_learning_rate, gradient_noise
+from drivetrain_backends import NonFiniteGradientError
 from logged_messages import messages_of
 
 QUIET: Any = {"run": {"show_plan": False}}
@@ -72,6 +73,47 @@ def test_a_run_goes_on_as_if_nothing_had_been_tried(backend: str) -> None:
     assert_trains_as(run, plain)
 
 
+def test_a_loss_that_is_not_finite_ends_a_probe_and_not_the_run() -> None:
+    run = Run(sections={"run": {"show_plan": False, "on_nonfinite": "raise"}})
+    num_calls = 0
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return loss_of(model, batch) * (torch.nan if num_calls == 10 else 1.0)
+
+    found = find_learning_rate(run.accelerator, run.model, run.loader, loss=loss, num_steps=20)
+    assert len(found.rates) == 9
+    assert run.accelerator.window.on_nonfinite == "raise"
+    run.accelerator.backward(loss_of(run.model, next(iter(run.loader))) * torch.nan)
+    with pytest.raises(NonFiniteGradientError):
+        run.optimizer.step()
+
+
+def test_a_gradient_that_is_not_finite_has_no_noise() -> None:
+    run = Run()
+    with pytest.raises(ValueError, match="a gradient holds an infinity or NaN; in fp16, train some steps"):
+        gradient_noise(
+            run.accelerator,
+            run.model,
+            run.loader,
+            loss=lambda *args: loss_of(*args) * torch.nan,
+            num_batches=2,
+        )
+
+
+def test_buffers_that_are_in_no_checkpoint_are_put_back() -> None:
+    run = Run()
+    run.accelerator.unwrap_model(run.model)[1].register_buffer("seen", torch.zeros(1), persistent=False)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        model[1].seen += 1
+        return loss_of(model, batch)
+
+    find_learning_rate(run.accelerator, run.model, run.loader, loss=loss, num_steps=3)
+    assert run.model[1].seen.item() == 0
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("deepspeed_operators")
@@ -115,7 +157,7 @@ def test_a_probe_that_diverges_is_not_told_of_and_counts_no_steps(caplog: pytest
     find_learning_rate(run.accelerator, run.model, run.loader, loss=loss_of, num_steps=20)
     for batch in islice(run.loader, 16):
         run.accelerator.train_step(batch, loss=lambda model, batch: loss_of(model, batch) * torch.nan)
-    assert [one.partition(",")[0] for one in caplog.messages] == ["the loss of step 16 is nan"]
+    assert [one.partition(",")[0] for one in caplog.messages] == ["the loss of step 1 is nan"]
     run.accelerator.end_training()
 
 
@@ -187,7 +229,8 @@ def test_rates_that_do_not_rise_are_refused(wrong: dict[str, Any]) -> None:
 def test_too_few_batches_are_refused() -> None:
     run = Run()
     with pytest.raises(
-        ValueError, match="needs at least 2 whole batches of a known size, and the loader gave 32"
+        ValueError,
+        match="needs as many whole batches, at least 2, of a known size on each rank, and the loader gave 32",
     ):
         gradient_noise(run.accelerator, run.model, run.loader, loss=loss_of, num_batches=33)
     run.accelerator.end_training()

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from typing import Any
 from weakref import ref
 
@@ -113,6 +114,81 @@ def test_of_several_forwards_the_last_is_run_again_and_the_error_says_so(kind: s
         in said
     )
     assert NAMED in error_of(kind, zeros=(False, False, False, True), accumulation=2)
+
+
+def two_models() -> tuple[nn.Module, nn.Module]:
+    """Return a generator, and a critic whose second layer is the first that is not finite."""
+    generator, critic = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), Log(), nn.Linear(2, 1))
+    with torch.no_grad():
+        generator[0].weight.fill_(0.0)
+        generator[0].bias.fill_(0.0)
+        critic[0].bias.fill_(0.0)
+    return generator, critic
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_layer_of_another_prepared_model_is_named_with_its_class(is_frozen: bool) -> None:
+    generator, critic = two_models()
+    critic.requires_grad_(not is_frozen)
+    backend, _, prepared = prepare_sgd(backend_of("single", on_nonfinite="raise"), generator)
+    (judge,) = backend.prepare(
+        [critic], [] if is_frozen else [torch.optim.SGD(critic.parameters(), lr=0.1)], []
+    )
+    loss = judge.model(prepared.model(torch.ones(3, 2))).sum()
+    backend.backward_of([prepared], loss)
+    said = "The first value that was not finite is the output of Sequential 2.1 (Log"
+    with pytest.raises(NonFiniteGradientError, match=re.escape(said)):
+        prepared.optimizers[0].step()
+
+
+class Holding(torch.autograd.Function):
+    """The identity, whose graph holds an object."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: object) -> Tensor:
+        ctx.held = held
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+def test_a_graph_of_another_model_ends_with_its_step() -> None:
+    generator, critic = two_models()
+    backend, _, prepared = prepare_sgd(backend_of("single", on_nonfinite="raise"), generator)
+    (judge,) = backend.prepare([critic.requires_grad_(False)], [], [])
+    held = nn.Module()  # by the graph alone
+    is_kept, made = ref(held), Holding.apply(prepared.model(torch.ones(3, 2)), held)
+    del held
+    gc.disable()
+    try:
+        take_step(prepared, judge.model(made + 1.0).sum())
+        del made
+        assert is_kept() is None
+    finally:
+        gc.enable()
+
+
+class Force(nn.Module):
+    """The gradient of an energy with respect to its input, and the logarithm of its square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.log = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)), Log()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (num_samples, 2) to the same shape."""
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return self.log((force * 0.0).square())
+
+
+def test_a_forward_that_takes_gradients_itself_is_run_again() -> None:
+    _, _, prepared = prepare_sgd(backend_of("single", on_nonfinite="raise"), Force())
+    prepared.backward(prepared.model(torch.ones(3, 2)).sum())
+    with pytest.raises(NonFiniteGradientError, match=r"the output of log \(Log, float32\)"):
+        prepared.optimizers[0].step()
 
 
 class FailsAgain(nn.Linear):

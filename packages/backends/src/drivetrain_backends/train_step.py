@@ -28,6 +28,7 @@ def train_step(
     max_norm: float | None = None,
     model: nn.Module | None = None,
     backward: Callable[..., None] | None = None,
+    note: Callable[[Tensor], None] | None = None,
 ) -> TrainStepResult:
     """Train a model on a micro-batch that has begun, by the calls of the usual loop. Called on all ranks.
 
@@ -38,6 +39,7 @@ def train_step(
         max_norm: The norm to clip the model's gradients to; None clips nothing.
         model: The first argument of `loss`; `prepared.model` by default.
         backward: The function called with the loss and `count=`; `prepared.backward` by default.
+        note: A function called with the loss of a model in pieces, for which `backward` is not called.
 
     Raises:
         PairingError: The model has no prepared optimizer.
@@ -49,6 +51,8 @@ def train_step(
     model = prepared.model if model is None else model
     if isinstance(prepared, SupportsPieces):
         value = prepared.train_pieces(batch, loss, model)
+        if note is not None:
+            note(value)
     else:
         found = loss(model, batch)
         value, count = found if isinstance(found, tuple) else (found, None)

@@ -108,7 +108,7 @@ class DeepSpeedPrepared(ComposedPrepared):
         self._progress.mark(ProgressMark.OPTIMIZER_STEP)
         if self._known.look_now_and_then():
             self._check_dtypes()
-        if self._window.on_nonfinite != "warn" and not self._is_norm_finite(self._reduced):
+        if self._window.treatment != "warn" and not self._is_norm_finite(self._reduced):
             self._reduced.discard()
             self._reached.forget()
             group.skips.skipped(optimizer, gather=self._gather)

@@ -40,7 +40,7 @@ class EarlyStopping:
         mode: Literal["min", "max"] = "min",
         name: str = "early_stopping",
     ) -> None:
-        if patience < 1 or not min_delta >= 0 or mode not in ("min", "max"):
+        if not (patience >= 1 and min_delta >= 0) or mode not in ("min", "max"):
             raise ValueError(
                 f"EarlyStopping(patience={patience!r}, min_delta={min_delta!r}, mode={mode!r}): patience is at least "
                 "1, min_delta at least 0, and mode 'min' or 'max'"

@@ -151,7 +151,8 @@ def gradient_noise(
 
     Raises:
         TypeError: The loader is not prepared.
-        ValueError: The loader has too few whole batches, no optimizer trains the model, or a window is open.
+        ValueError: The loader has too few whole batches, a gradient is not finite, no optimizer trains the model, or
+            a window is open.
         AccumulationError: The backend's accumulation cannot be changed, as DeepSpeed's.
     """
     _check_loader(loader)
@@ -167,14 +168,19 @@ def gradient_noise(
                     break
             if size is None or len(batches) < max(2, num_batches):
                 raise ValueError(
-                    f"gradient_noise(num_batches={num_batches!r}): needs at least 2 whole batches of a known size, "
-                    f"and the loader gave {len(batches)}"
+                    f"gradient_noise(num_batches={num_batches!r}): needs as many whole batches, at least 2, of a "
+                    f"known size on each rank, and the loader gave {len(batches)}"
                 )
             small = [_squared_norm(accelerator, prepared, model, [batch], loss) for batch in batches]
             whole = _squared_norm(accelerator, prepared, model, batches, loss)
     finally:
         accelerator.gradient_accumulation_steps = before
     mean, number = sum(small) / len(small), len(small)
+    if not isfinite(mean + whole):
+        raise ValueError(
+            "gradient_noise: a gradient holds an infinity or NaN; in fp16, train some steps before it, until the "
+            "loss scale has settled; else look at the data and the model"
+        )
     return GradientNoise(
         gradient=(number * whole - mean) / (number - 1),
         noise=(mean - whole) / (1 / size - 1 / (number * size)),
@@ -191,8 +197,9 @@ def _state_restored(accelerator: Accelerator, model: nn.Module) -> Generator[Pre
             "two windows of accumulation"
         )
     folder = _make_folder(accelerator)
-    schedulers = list(prepared.schedulers)
-    accelerator.window.is_probe = True
+    schedulers, window = list(prepared.schedulers), accelerator.window
+    window.is_probe = True
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # some are in no checkpoint
     try:
         saved = accelerator.save_state(folder, background=False, at_once=True)
         prepared.schedulers.clear()
@@ -203,13 +210,16 @@ def _state_restored(accelerator: Accelerator, model: nn.Module) -> Generator[Pre
         finally:
             prepared.schedulers.extend(schedulers)
             if is_done or accelerator.num_processes == 1:  # ranks that failed apart cannot load together
-                accelerator.window.reset()
+                window.reset()
                 for optimizer in prepared.optimizers:
                     optimizer.zero_grad()
                 accelerator.load_state(saved)
+                with torch.no_grad():
+                    for name, buffer in model.named_buffers():
+                        buffer.copy_(buffers[name])
         barrier(accelerator.context)
     finally:
-        accelerator.window.is_probe = False
+        window.is_probe = False
         if accelerator.is_main_process:
             rmtree(folder, ignore_errors=True)
 

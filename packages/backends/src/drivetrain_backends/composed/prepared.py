@@ -104,7 +104,7 @@ class ComposedPrepared:
             if self._tracker.scaler is not None:
                 self._known.look_at_forms("and fp16 scales the gradients of what it was prepared with")
         group.finish()
-        if self._window.on_nonfinite != "warn":
+        if self._window.treatment != "warn":
             group.check_finite(optimizer)
             self._refuse_nonfinite((group,))
         group.use()
@@ -261,7 +261,7 @@ class ComposedPrepared:
         Groups clipped by one norm are skipped together, because the norm is meaningless if any gradient in it is not
         finite.
         """
-        if self._window.on_nonfinite != "warn":
+        if self._window.treatment != "warn":
             held = set(map(id, clipped)) if norm is not None and norm.isfinite().item() else set[int]()
             for group in groups:
                 are_finite = all(id(p) in held for p in group.parameters() if p.grad is not None)
@@ -283,7 +283,7 @@ class ComposedPrepared:
 
     def _refuse_nonfinite(self, groups: Sequence[GradientGroup]) -> None:
         """Raise on non-finite gradients, if the settings end the run and no smaller loss scale is left to try."""
-        if self._window.on_nonfinite != "raise":
+        if self._window.treatment != "raise":
             return
         forwards, groups = self._tracker.forwards, [group for group in groups if group.final.overflowed]
         if not groups:
@@ -299,9 +299,9 @@ class ComposedPrepared:
         layer = next((layer for layer in layers if layer is not None), None)
         found = None if layer is None else f"The first value that was not finite is {layer}"
         # Alone, a rank would wait for others in forwards that exchange what they compute, as a batch norm does.
-        is_alone = self._is_alone and self._context.topology.world_size > 1
-        if found is None and forwards is not None and self._stages is None and not is_alone:
-            found = forwards.find_nonfinite(models, self._context.device, gather=self._gather)
+        waits_for_none = self._context.topology.world_size == 1 or not self._is_alone
+        if found is None and forwards is not None and self._stages is None and waits_for_none:
+            found = forwards.find_nonfinite(self._context.device, gather=self._gather)
         bad_losses = [bad for group in groups if (bad := group.losses.is_bad) is not None]
         raise nonfinite_error(
             self._context,
@@ -314,11 +314,12 @@ class ComposedPrepared:
 
     @property
     def _is_alone(self) -> bool:
-        """True if other ranks may not be at this step, so that no collective may be called.
+        """True if other ranks may not be at this step, or hold other parameters: no collective may be called.
 
         Unaveraged gradients may be bad on this rank alone, and a rank without batches does not step.
         """
-        return self._gradients.is_joined or not self._gradients.steps_together(self.unwrap())
+        is_apart = self._stages is not None or self._gradients.is_joined
+        return is_apart or not self._gradients.steps_together(self.unwrap())
 
     def _gather(self, value: Any) -> list[Any]:
         """Gather a value from the ranks that step together into a list. Called on all of them."""

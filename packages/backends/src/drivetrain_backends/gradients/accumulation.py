@@ -71,6 +71,11 @@ class AccumulationWindow:
             )
         self.next_num_micro_batches = self.num_micro_batches
 
+    @property
+    def treatment(self) -> OnNonfinite:
+        """What is done with a step whose gradients are not finite: in a probe, whose losses may grow, nothing."""
+        return "warn" if self.is_probe else self.on_nonfinite
+
     def begin(self, *, is_last: bool = False) -> None:
         """Begin a micro-batch; `is_last` closes the window early, as for the last batch of an epoch."""
         self.begun += 1

@@ -50,17 +50,17 @@ def nonfinite_error(
     table: list[list[int]] = (said if alone else gather(context, said)).tolist()
     ranks = [context.topology.rank] if alone else range(len(table))
     lost = [rank for rank, (is_bad, *_) in zip(ranks, table, strict=True) if is_bad]
-    holders = [rank for rank, (_, *bad) in zip(ranks, table, strict=True) if any(bad)]
+    holders = [rank for rank, (_, *flags) in zip(ranks, table, strict=True) if any(flags)]
     bad = [name for name, *flags in zip(names, *(row[1:] for row in table), strict=True) if any(flags)]
     which = f"the gradient of {bad[0] if bad else 'a parameter'} holds an infinity or NaN"
     if len(bad) > 1:
         which = f"the gradients of {_share(bad, names)} hold an infinity or NaN"
     where = f" on {list_ranks(holders)}" if 0 < len(holders) < len(table) else ""
     cause = f"; a loss of {list_ranks(lost)} was not finite" if lost else ""
-    found = found or "precision.watch_underflow names the layer that overflows first"
+    layer = found or "precision.watch_underflow names the layer that overflows first"
     return NonFiniteGradientError(
         f"{which}{where} at optimizer step {step}{cause}. Nothing was stepped. "
-        f"{found}; on_nonfinite='skip' leaves such steps out"
+        f"{layer}; on_nonfinite='skip' leaves such steps out"
     )
 
 

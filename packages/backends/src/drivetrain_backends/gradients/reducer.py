@@ -126,7 +126,7 @@ class GradientReducer:
     def steps_together(self, model: nn.Module) -> bool:
         """Return whether all ranks step a model at the same time, so that they may gather an error."""
         del model
-        return False
+        return self.partners is not None
 
     def cleared(self, models: Sequence[nn.Module]) -> None:
         """Drop what is held beside `.grad`, after `zero_grad` has cleared the gradients of models."""

@@ -425,6 +425,9 @@ class Accelerator(Ranks, Training, Saving, Hub, Results):
         finally:
             if is_heard:
                 progress.note(ProgressMark.BACKWARD_DONE)
+        self._note(loss)
+
+    def _note(self, loss: Tensor) -> None:
         if self._loss_watch is not None:
             self._loss_watch.note(loss)
 
@@ -459,7 +462,9 @@ class Accelerator(Ranks, Training, Saving, Hub, Results):
         with self.accumulate(*models, last=last):
             if self._parts.words is not None:
                 self._parts.words.begin_backward()
-            return train_step(trained, batch, loss=loss, max_norm=max_norm, model=model, backward=backward)
+            return train_step(
+                trained, batch, loss=loss, max_norm=max_norm, model=model, backward=backward, note=self._note
+            )
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

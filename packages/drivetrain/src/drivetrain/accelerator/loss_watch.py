@@ -12,60 +12,76 @@ from drivetrain_state.device_traits import traits_of
 
 logger = logging.getLogger(__name__)
 _EVERY = 16  # steps between two looks
+_MOST = 256  # losses that wait for a look
 
 
 class LossWatch:
-    """A look at one loss in sixteen steps, and at the last, that tells once, without a wait in the loop.
+    """A look every sixteen steps at the losses since the last one, that tells once, without a wait in the loop.
 
-    A look copies the loss to the host; where the host is no device, the next one reads the copy.
+    A look copies a summary to the host; where the host is no device, the next look reads the copy.
     """
 
     def __init__(self, parts: Parts) -> None:
         device = parts.context.device
         # And not the parts, whose step calls this: a cycle would keep the models.
         self._device, self._window, self._prepared = device, parts.backend.window, ref(parts.prepared)
-        self._loss: Tensor | None = None
-        self._copy = torch.zeros((), pin_memory=device.type != "cpu" and traits_of(device.type).copies_aside)
-        self._num_steps = self._seen = 0
+        self._losses: list[tuple[int, Tensor]] = []  # each with its step, of all optimizers, from 1
+        self._copied: list[tuple[int, Tensor]] = []  # those that the copy is of
+        # Whether one is not finite; the place of the first; its value.
+        self._copy = torch.zeros(3, pin_memory=device.type != "cpu" and traits_of(device.type).copies_aside)
+        self._num_steps = 0
         self._has_told = False
         parts.prepared.on_step.append(self._end_step)
 
     def note(self, loss: Tensor) -> None:
         """Remember a loss."""
-        if not self._window.is_probe:
-            self._loss = loss.detach() if not self._has_told else None
+        if self._has_told or self._window.is_probe:
+            return
+        self._losses.append((self._num_steps + 1, loss.detach()))
+        if len(self._losses) == _MOST:
+            self._turn()
 
     def finish(self) -> None:
-        """Look at the last loss."""
+        """Look at what is left."""
+        self._losses = [*self._copied, *self._losses]
         self._look(waits=True)
         self._tell()
 
     def _end_step(self) -> None:
-        if self._window.is_probe:
-            return
-        self._num_steps += 1
-        if self._num_steps % _EVERY == 0:
+        if not self._window.is_probe:
+            self._num_steps += 1
+            if self._num_steps % _EVERY == 0:
+                self._turn()
+
+    def _turn(self) -> None:
+        self._tell()
+        self._look()
+        if self._device.type == "cpu":
             self._tell()
-            self._look()
-            if self._device.type == "cpu":
-                self._tell()
 
     def _look(self, *, waits: bool = False) -> None:
-        if self._loss is not None:
-            self._seen = self._num_steps
-            self._copy.copy_(self._loss.reshape(()), non_blocking=not waits)
+        if self._has_told or not self._losses:
+            return
+        values = torch.stack([loss.reshape(()).to(self._device) for _, loss in self._losses])
+        are_bad = values.isfinite().logical_not()
+        first = are_bad.to(torch.uint8).argmax().reshape(1)
+        found = torch.cat([are_bad.gather(0, first).float(), first.float(), values.gather(0, first).float()])
+        self._copy.copy_(found, non_blocking=not waits)
+        self._losses, self._copied = [], self._losses
 
     def _tell(self) -> None:
-        if self._has_told or self._copy.isfinite().item():
+        is_bad, place, value = self._copy.tolist()
+        if self._has_told or not is_bad:
             return
-        self._loss, self._has_told = None, True
+        step, _ = self._copied[int(place)]
+        self._losses, self._copied, self._has_told = [], [], True
         prepared = self._prepared()
         weights = None if prepared is None else describe_weights([one.unwrap() for one in prepared.models])
         logger.warning(
             "the loss of step %d is %s, and training goes on: run.on_nonfinite='warn' takes every step. "
             "%sGo on from a checkpoint with 'raise', which ends the run at the first such gradient and names the "
             "layer; 'skip' leaves such steps out",
-            self._seen,
-            self._copy.item(),
+            step,
+            value,
             "" if weights is None else f"{weights}. ",
         )

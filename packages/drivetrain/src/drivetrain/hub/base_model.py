@@ -1,4 +1,4 @@
-"""The base model of adapters, told on the Hub by its name there, and never by a path of this machine."""
+"""The base model of adapters, told on the Hub by its name there, and not by a path that is here."""
 
 import json
 import re

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain_backends import AccumulationWindow, PreparedOptimizer
 from drivetrain_backends.compat import BatchNorm
-from drivetrain_data import LoaderTracker, Shard, UnpreparedLoops
+from drivetrain_data import BatchPlan, LoaderTracker, Shard, UnpreparedLoops
 
 logger = logging.getLogger(__name__)
 _MOST_BACKWARDS = 16  # that are looked at for what was not cleared
@@ -48,7 +48,7 @@ class LoopWords:
         self.keeps_logs = keeps_logs
         self._said: set[str] = set()
         self._num_backwards = 0
-        self._num_gathers = 0  # of an evaluation, since the last backward
+        self._gathered: BatchPlan | None = None  # the batch of the last gather since the last backward
         # The backwards that an optimizer had seen at its last step.
         self._seen: WeakKeyDictionary[PreparedOptimizer, int] = WeakKeyDictionary()
         self._watched: WeakSet[PreparedOptimizer] = WeakSet()
@@ -79,7 +79,7 @@ class LoopWords:
                 loop, self._shard.count,
             )  # fmt: skip
         self._num_backwards += 1
-        self._num_gathers = 0
+        self._gathered = None
         if self._num_backwards > _MOST_BACKWARDS:
             self._uncleared.clear()
         if self._uncleared:
@@ -88,11 +88,12 @@ class LoopWords:
 
     def look_at_evaluation(self) -> None:
         """Look at the mode of the models whose results are gathered, of two batches without a backward between."""
-        if torch.is_grad_enabled() or self._reading.current is None:
+        if torch.is_grad_enabled() or (loader := self._reading.current) is None:
             return
-        self._num_gathers += 1
+        before, self._gathered = self._gathered, loader.current
+        is_second = before is not None and before is not self._gathered
         models = [one.unwrap() for one in self._prepared.models]
-        if self._num_gathers != 2 or not all(model.training for model in models):
+        if not is_second or not all(model.training for model in models):
             return
         if kinds := {type(part).__name__ for model in models for part in model.modules() if _differs(part)}:
             self._tell(
