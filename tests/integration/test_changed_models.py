@@ -110,6 +110,35 @@ def test_blocks_are_named_by_their_class_or_by_a_pattern_of_their_names(blocks: 
     accelerator.end_training()
 
 
+class Block(nn.Module):
+    """A layer with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (num_samples, 6) to the same shape."""
+        return x + self.linear(x).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_blocks_that_are_alike_are_compiled_once_though_they_are_recomputed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changes = {"activation_checkpointing": "full", "compile": "blocks", "compile_backend": "aot_eager"}
+    accelerator = accelerator_of("single", sections={"model": changes, "run": {"show_plan": True}})
+    model = accelerator.prepare(nn.Sequential(nn.ModuleList(Block() for _ in range(10))))
+    x = torch.ones(2, 6, requires_grad=True) * 1.0
+    for block in model[0]:
+        x = block(x)
+    x.sum().backward()
+    accelerator.end_training()
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("compiled")]
+    assert said.startswith("compiled 1 graph in ")
+    assert "again" not in said
+
+
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch's, compiling again

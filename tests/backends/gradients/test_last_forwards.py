@@ -191,6 +191,25 @@ def test_a_forward_that_takes_gradients_itself_is_run_again() -> None:
         prepared.optimizers[0].step()
 
 
+def test_a_forward_draws_the_same_random_numbers_again() -> None:
+    said = list[str]()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), Log())
+        _, _, prepared = prepare_sgd(backend_of("single", on_nonfinite="raise"), model)
+        with torch.no_grad():
+            model[0].weight.fill_(1.0)
+            model[0].bias.fill_(1.0)
+        prepared.backward(prepared.model(torch.ones(1, 2)).sum())
+        torch.rand(3)  # as a loop may draw before its step
+        try:
+            step_and_clear(prepared)
+        except NonFiniteGradientError as error:
+            said.append(str(error))
+    assert said
+    assert all("the output of 2 (Log, float32)" in each for each in said)
+
+
 class FailsAgain(nn.Linear):
     """A layer whose second forward is an error."""
 

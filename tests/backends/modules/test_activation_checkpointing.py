@@ -28,6 +28,12 @@ class Counting(nn.Module):
         return torch.tanh(self.dropout(self.linear(x))) * scale
 
 
+def test_modules_of_one_class_still_are_of_one() -> None:
+    modules = [Counting(), Counting(), nn.Linear(4, 4)]
+    checkpoint_activations(modules, "full")
+    assert type(modules[0]) is type(modules[1]) is not type(modules[2])
+
+
 def gradients(kind: str) -> tuple[Counting, dict[str, Tensor | None]]:
     torch.manual_seed(0)
     module = Counting()

@@ -4,12 +4,12 @@ import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from drivetrain_config import environ
+from optional_modules import is_installed
 
 SHOW = "import os, sys; print(sys.argv, os.environ.get('RANK'), 'torch' in sys.modules, __name__)"
 
@@ -156,7 +156,7 @@ def test_env_prints_json(drivetrain_with_torch: Callable) -> None:
     versions = report["versions"]
     assert {"torch", "torch built for", "NCCL", "drivetrain-launcher"} <= set(versions)
     for name in ("deepspeed", "transformers"):
-        assert versions[name] == (version(name) if find_spec(name) else "not installed")
+        assert versions[name] == (version(name) if is_installed(name) else "not installed")
 
 
 def test_env_shows_what_was_set_before_the_defaults(drivetrain_with_torch: Callable) -> None:

@@ -57,7 +57,7 @@ class ComposedBackend:
             settings if settings is not None or self.settings_type is None else self.settings_type()
         )
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
-        forwards = LastForwards() if window.on_nonfinite == "raise" else None
+        forwards = LastForwards(context.device) if window.on_nonfinite == "raise" else None
         # What a strategy gives the forwards of models that can be run again by calling them; see `on_one_device`.
         self.note_forward = None if forwards is None else forwards.note
         self.strategy = self.across(self.compose())

@@ -301,7 +301,7 @@ class ComposedPrepared:
         # Alone, a rank would wait for others in forwards that exchange what they compute, as a batch norm does.
         waits_for_none = self._context.topology.world_size == 1 or not self._is_alone
         if found is None and forwards is not None and self._stages is None and waits_for_none:
-            found = forwards.find_nonfinite(self._context.device, gather=self._gather)
+            found = forwards.find_nonfinite(gather=self._gather)
         bad_losses = [bad for group in groups if (bad := group.losses.is_bad) is not None]
         raise nonfinite_error(
             self._context,

@@ -4,11 +4,12 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain_backends.compat import buffers_in
 from drivetrain_precision.nested_tensors import without_graphs
@@ -17,30 +18,41 @@ from drivetrain_precision.scaling.gradient_watch import Gather, GradientWatch
 
 
 class _Forward(NamedTuple):
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}
-    number: int = 0  # of the call since the last `forget`, from 1
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    states: Sequence[Tensor]  # of the random generators of the CPU and the device
+    number: int  # of the call since the last `forget`, from 1
 
 
 class LastForwards:
     """The arguments of each model's last forward with gradients, until its optimizer steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._forwards = WeakKeyDictionary[nn.Module, _Forward]()  # in the order of the calls
+
+    @cached_property
+    def _generators(self) -> Sequence[Any]:
+        """The modules of the CPU's random generator, which is torch's own, and of an accelerator's."""
+        return [torch] if self._device.type == "cpu" else [torch, torch.get_device_module(self._device)]
 
     def note(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the arguments of a forward, unless torch.compile traces it."""
         if not torch.compiler.is_compiling():
-            last = self._forwards.pop(model, _Forward())
-            # Another model may have made them, whose graph ends with its own step.
-            self._forwards[model] = _Forward(without_graphs(args), without_graphs(kwargs), last.number + 1)
+            last = self._forwards.pop(model, None)
+            self._forwards[model] = _Forward(
+                args=without_graphs(args),  # by another model, whose graph ends with its own step
+                kwargs=without_graphs(kwargs),
+                states=[each.get_rng_state() for each in self._generators],
+                number=1 if last is None else last.number + 1,
+            )
 
     def forget(self, models: Sequence[nn.Module]) -> None:
         """Drop the arguments of models."""
         for model in models:
             self._forwards.pop(model, None)
 
-    def find_nonfinite(self, device: torch.device, *, gather: Gather) -> str | None:
+    def find_nonfinite(self, *, gather: Gather) -> str | None:
         """Run the last forwards again, of all models; return a sentence on the first value that is not finite.
 
         None if a rank has kept no forward, or nothing in them can be watched. Called on all ranks of `gather`, before
@@ -52,7 +64,7 @@ class LastForwards:
             return None
         watched = dict(zip(_names(list(forwards)), forwards, strict=True))
         with GradientWatch(watched, underflow=False, inside_compiled=True) as watch:
-            failure = _run_again(forwards, device)
+            failure = self._run_again(forwards)
             own = watch.first_nonfinite(gather=lambda value: [value])
         told: list[Any] = gather((own, failure))
         if (first := first_of_ranks([each for each, _ in told])) is not None:
@@ -67,8 +79,44 @@ class LastForwards:
         )
         return (
             f"{last}, run again in eager mode, was finite: it arose in {earlier}the loss or backward, or where a "
-            "forward does not repeat itself, as in dropout; precision.watch_underflow names the layer"
+            "forward does not repeat itself; precision.watch_underflow names the layer"
         )
+
+    def _run_again(
+        self, forwards: Mapping[nn.Module, _Forward], *, keeps_activations: bool = False
+    ) -> str | None:
+        """Run forwards on the same random numbers, and leave random states and buffers as they were; return an error.
+
+        Keep activations, for which there may be no memory left, only where a forward takes gradients.
+        """
+        holders = [buffers_in(module) for model in forwards for module in model.modules()]
+        held = [(of, name, b, b.clone()) for of in holders for name, b in of.items() if b is not None]
+        devices = [] if self._device.type == "cpu" else [self._device]
+        dropped = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_gradient)
+        state = random.getstate()
+        try:
+            with (
+                torch.random.fork_rng(devices=devices, device_type=self._device.type),
+                torch.compiler.set_stance("force_eager"),
+                torch.enable_grad(),  # by which a watch knows a training forward
+                nullcontext() if keeps_activations else dropped,
+            ):
+                for model, forward in forwards.items():
+                    for generator, values in zip(self._generators, forward.states, strict=True):
+                        generator.set_rng_state(values)
+                    model(*forward.args, **forward.kwargs)
+        except _TakesGradientError:
+            needs_activations = True
+        except Exception as error:  # noqa: BLE001 the gradients are the run's error, and this is a part of its message
+            return f"{type(error).__name__}: {error}"
+        else:
+            needs_activations = False
+        finally:
+            random.setstate(state)
+            with torch.no_grad():
+                for of, name, buffer, values in held:
+                    of[name] = buffer.copy_(values)
+        return self._run_again(forwards, keeps_activations=True) if needs_activations else None
 
 
 def _names(models: Sequence[nn.Module]) -> list[str]:
@@ -89,38 +137,3 @@ class _TakesGradientError(RuntimeError):
 
 def _refuse_gradient(_: object) -> NoReturn:
     raise _TakesGradientError
-
-
-def _run_again(
-    forwards: Mapping[nn.Module, _Forward], device: torch.device, *, keeps_activations: bool = False
-) -> str | None:
-    """Run forwards, and leave random states and buffers as they were; return an error.
-
-    Keep activations, for which there may be no memory left, only where a forward takes gradients.
-    """
-    holders = [buffers_in(module) for model in forwards for module in model.modules()]
-    held = [(of, name, b, b.clone()) for of in holders for name, b in of.items() if b is not None]
-    devices = [] if device.type == "cpu" else [device]
-    dropped = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_gradient)
-    state = random.getstate()
-    try:
-        with (
-            torch.random.fork_rng(devices=devices, device_type=device.type),
-            torch.compiler.set_stance("force_eager"),
-            torch.enable_grad(),  # by which a watch knows a training forward
-            nullcontext() if keeps_activations else dropped,
-        ):
-            for model, forward in forwards.items():
-                model(*forward.args, **forward.kwargs)
-    except _TakesGradientError:
-        needs_activations = True
-    except Exception as error:  # noqa: BLE001 the gradients are the run's error, and this is a part of its message
-        return f"{type(error).__name__}: {error}"
-    else:
-        needs_activations = False
-    finally:
-        random.setstate(state)
-        with torch.no_grad():
-            for of, name, buffer, values in held:
-                of[name] = buffer.copy_(values)
-    return _run_again(forwards, device, keeps_activations=True) if needs_activations else None

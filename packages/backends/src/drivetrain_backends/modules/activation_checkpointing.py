@@ -39,6 +39,7 @@ def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) ->
     The kind "full" saves only a module's inputs. "selective" also saves the outputs of matrix products and attention.
     "none" changes nothing. A module that already checkpoints its activations is refused.
     """
+    made: dict[type[nn.Module], type[nn.Module]] = {}  # one of each: torch.compile compiles for a class
     for module in modules:
         if kind == "none":
             continue
@@ -47,7 +48,9 @@ def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) ->
             raise ValueError(
                 f"{original.__name__} already checkpoints its activations: enable it in the settings or in the model"
             )
-        module.__class__ = _make_checkpointed_class(original, kind)
+        if original not in made:
+            made[original] = _make_checkpointed_class(original, kind)
+        module.__class__ = made[original]
 
 
 def restore_activations(module: nn.Module) -> None:

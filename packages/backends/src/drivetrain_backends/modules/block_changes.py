@@ -60,8 +60,7 @@ class BlockChanges:
             if not blocks and settings.blocks is None:
                 blocks = [inner]
                 self._tell_whole(inner)
-            for block in blocks:
-                self._checkpoint(block, settings.activation_checkpointing)
+            self._checkpoint(blocks, settings.activation_checkpointing)
             for module in {"none": [], "blocks": blocks, "whole": [inner]}[settings.compile]:
                 self._compile(module)
             self._known.append(inner)
@@ -84,7 +83,7 @@ class BlockChanges:
         if self._settings.compile == "none" or not (found := compilations(self._begun)):
             return None
         again = [reason for _, reason in found if reason]
-        number = f"{len(found)} graphs{' or more' if len(found) >= MOST_TOLD else ''}"
+        number = f"{len(found)} graph{'s' * (len(found) > 1)}{' or more' * (len(found) >= MOST_TOLD)}"
         said = f"{number} in {sum(seconds for seconds, _ in found):.3g} s"
         return said if not again else f"{said}; {len(again)} of them again, the last since {again[-1]}"
 
@@ -96,14 +95,12 @@ class BlockChanges:
                 type(model).__name__,
             )
 
-    def _checkpoint(self, block: nn.Module, kind: Checkpointing) -> None:
-        if (
-            checkpointing_of(block) == kind
-        ):  # of a model that stayed sharded, whose class keeps what it was made of
-            return
-        checkpoint_activations([block], kind)
-        made = type(block)
-        self._undo.callback(lambda: restore_activations(block) if type(block) is made else None)
+    def _checkpoint(self, blocks: Sequence[nn.Module], kind: Checkpointing) -> None:
+        # The others are of a model that stayed sharded, whose class keeps what it was made of.
+        changed = [block for block in blocks if checkpointing_of(block) != kind]
+        checkpoint_activations(changed, kind)
+        for block in changed:
+            self._undo.callback(_restore, block, type(block))
 
     def _compile(self, module: Any) -> None:
         before = module.__dict__.get("forward")
@@ -112,3 +109,9 @@ class BlockChanges:
             partial(setattr, module, "forward", before) if before else partial(delattr, module, "forward")
         )
         self._undo.callback(restore)
+
+
+def _restore(block: nn.Module, made: type[nn.Module]) -> None:
+    """Undo the checkpointing of a block, unless its class has changed since."""
+    if type(block) is made:
+        restore_activations(block)
