@@ -104,6 +104,8 @@ def test_blocks_are_named_by_their_class_or_by_a_pattern_of_their_names(blocks: 
         match=r"model\.blocks=Attention: no model has a module with parameters of .*Linear",
     ):
         start("single", RECOMPUTED | {"blocks": ("Attention",)}, model)
+    with pytest.raises(ValueError, match=r"names near to it: layers\.\*\.\*, "):
+        start("single", RECOMPUTED | {"blocks": ("layer.*.0",)}, model)
     accelerator, *_ = start("single", RECOMPUTED | {"blocks": (blocks,)}, model)
     kinds = {name: checkpointing_of(model.get_submodule(name)) for name in ("layers.0", "layers.0.0")}
     assert kinds == {"layers.0": "none", "layers.0.0": "full"}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.composed.strategy import Strategy
+from drivetrain_backends.errors import NonFiniteGradientError
 from drivetrain_backends.gradients.multi_tensor import scale_to_norm, stored_values
 from drivetrain_backends.gradients.nonfinite import nonfinite_error
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
@@ -285,29 +286,30 @@ class ComposedPrepared:
         """Raise on non-finite gradients, if the settings end the run and no smaller loss scale is left to try."""
         if self._window.treatment != "raise":
             return
-        forwards, groups = self._tracker.forwards, [group for group in groups if group.final.overflowed]
-        if not groups:
-            if forwards is not None:
-                forwards.forget(self.group.models)
-            return
-        scaler = self._tracker.scaler
-        if scaler is not None and scaler.can_fall():
-            return
-        models = [model for group in groups for model in group.models]
+        bad = [group for group in groups if group.final.overflowed]
+        if bad:
+            if (scaler := self._tracker.scaler) is None or not scaler.can_fall():
+                raise self._nonfinite_error(bad)
+        elif self._tracker.forwards is not None:
+            self._tracker.forwards.forget(self.group.models)
+
+    def _nonfinite_error(self, groups: Sequence[GradientGroup]) -> NonFiniteGradientError:
+        """Return the error of groups whose gradients are not finite. Called on all ranks that step together."""
+        forwards, models = self._tracker.forwards, [model for group in groups for model in group.models]
         names = parameter_names({str(i): model for i, model in enumerate(models)})
         layers = [group.skips.first_nonfinite(gather=self._gather) for group in groups]
         layer = next((layer for layer in layers if layer is not None), None)
         found = None if layer is None else f"The first value that was not finite is {layer}"
         # Alone, a rank would wait for others in forwards that exchange what they compute, as a batch norm does.
         waits_for_none = self._context.topology.world_size == 1 or not self._is_alone
-        if found is None and forwards is not None and self._stages is None and waits_for_none:
+        if found is None and forwards is not None and waits_for_none:
             found = forwards.find_nonfinite(gather=self._gather)
-        bad_losses = [bad for group in groups if (bad := group.losses.is_bad) is not None]
-        raise nonfinite_error(
+        bad_losses = [is_bad for group in groups if (is_bad := group.losses.is_bad) is not None]
+        return nonfinite_error(
             self._context,
             {name: self._gradient_of(p) for p, name in names.items() if p.requires_grad},
             step=1 + max((o.num_steps for o in self.optimizers), default=0),
-            bad_loss=any(bool(bad.item()) for bad in bad_losses),
+            bad_loss=any(bool(is_bad.item()) for is_bad in bad_losses),
             alone=self._is_alone,
             found=found,
         )

@@ -1,7 +1,9 @@
 """Choose a model's blocks: the modules that are gathered or recomputed one at a time. The model is not changed."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -67,9 +69,11 @@ def _choose_by_class(
     there = [(name, m) for model in models for name, m in model.named_modules() if _has_parameters(m)]
     classes = {class_name(module) for _, module in there}
     if unknown := [word for word in wanted if not any(_is_meant(word, *one) for one in there)]:
+        patterns = sorted({re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name, _ in there})
+        near = [name for word in unknown for name in get_close_matches(word, patterns)]
         raise ValueError(
             f"{asked}={', '.join(unknown)}: no model has a module with parameters of that class or name; there are "
-            f"{', '.join(sorted(classes)) or 'none'}"
+            f"{', '.join(sorted(classes)) or 'none'}{'; names near to it: ' * bool(near)}{', '.join(near)}"
         )
     held = [module for _, module in there if _is_container(module)]
     containers = {class_name(module) for module in held}

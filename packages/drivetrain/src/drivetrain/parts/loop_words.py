@@ -74,8 +74,8 @@ class LoopWords:
         if not self._num_backwards and self._shard.count > 1 and (loop := UnpreparedLoops().innermost()):
             logger.warning(
                 "the model trains in the loop over %s, which is a DataLoader that was not prepared: unless its data "
-                "differ by rank, each of %d shards trains on all of it. Pass it to prepare(), and loop over the "
-                "result",
+                "differ by rank, each of %d data-parallel ranks trains on all of it. Pass it to prepare(), and loop "
+                "over the result",
                 loop, self._shard.count,
             )  # fmt: skip
         self._num_backwards += 1
