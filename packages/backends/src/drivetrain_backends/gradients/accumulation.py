@@ -73,7 +73,7 @@ class AccumulationWindow:
 
     @property
     def treatment(self) -> OnNonfinite:
-        """What is done with a step whose gradients are not finite: in a probe, whose losses may grow, nothing."""
+        """The treatment of a step now: as asked, but for a probe, whose losses may grow."""
         return "warn" if self.is_probe else self.on_nonfinite
 
     def begin(self, *, is_last: bool = False) -> None:
