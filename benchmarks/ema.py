@@ -8,12 +8,11 @@ The model is a GPT-2 of 12 blocks of width 256, of 22 million parameters in 148 
 backward: contestants update their averages after a step of plain SGD, which all of them take.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from rounds import Goal, Table, installed, parse_arguments, report, take_turns
+from rounds import Goal, Table, installed, parse_arguments, repeated, report, take_turns
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -33,18 +32,6 @@ def model_of() -> Any:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-6)
     return model
-
-
-def timed(step: Callable[[], object]) -> Callable[[], float]:
-    """Return a turn of several steps, which returns the seconds of one."""
-
-    def turn() -> float:
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        return (time.perf_counter() - begin) / STEPS
-
-    return turn
 
 
 def lightnings(model: Any) -> Callable[[Any], None]:
@@ -74,7 +61,6 @@ def lightnings(model: Any) -> Callable[[Any], None]:
 
 def contestants() -> dict[str, Callable[[], float]]:
     """What a step does, by contestant."""
-    found: dict[str, Callable[[], float]] = {}
 
     def by_hand(update: Callable[[Any], object] | None = None) -> Callable[[], None]:
         model = model_of()
@@ -106,12 +92,12 @@ def contestants() -> dict[str, Callable[[], float]]:
         optimizer.step()
         ema.update()
 
-    found[NONE], found[OURS], found[TORCHS] = timed(by_hand()), timed(ours), timed(by_hand(torchs))
+    steps = {NONE: by_hand(), OURS: ours, TORCHS: by_hand(torchs)}
     if installed("pytorch-lightning"):
-        found[LIGHTNINGS] = timed(by_hand(lightnings))
+        steps[LIGHTNINGS] = by_hand(lightnings)
     if installed("pytorch-accelerated"):
-        found[OTHER] = timed(by_hand(other))
-    return found
+        steps[OTHER] = by_hand(other)
+    return {name: repeated(step, times=STEPS) for name, step in steps.items()}
 
 
 def main() -> None:

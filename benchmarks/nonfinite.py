@@ -7,14 +7,13 @@ By hand is the loop that checks the norm of its gradients: `clip_grad_norm_(...,
 names no layer; anomaly mode names the operation whose backward made the value.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from math import inf
 from typing import Any
 
 import torch
-from rounds import Goal, Table, parse_arguments, report, take_turns
+from rounds import Goal, Table, parse_arguments, repeated, report, take_turns
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -33,18 +32,6 @@ def parts() -> tuple[Any, Any, torch.Tensor]:
     config = GPT2Config(n_embd=256, n_layer=4, n_head=8, vocab_size=2000)
     model = GPT2LMHeadModel(config)
     return model, SGD(model.parameters(), lr=1e-3), torch.arange(256).view(4, 64)
-
-
-def timed(step: Callable[[], object]) -> Callable[[], float]:
-    """Return a turn of several steps, which returns the seconds of one."""
-
-    def turn() -> float:
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        return (time.perf_counter() - begin) / STEPS
-
-    return turn
 
 
 def ours(treatment: str) -> Callable[[], None]:
@@ -87,7 +74,9 @@ def main() -> None:
         BY_HAND: torchs(detects=False),
         ANOMALY: torchs(detects=True),
     }
-    seconds = take_turns({name: timed(step) for name, step in steps.items()}, rounds=arguments.rounds)
+    seconds = take_turns(
+        {name: repeated(step, times=STEPS) for name, step in steps.items()}, rounds=arguments.rounds
+    )
     goal = Goal(of=RAISE, beside=BY_HAND, most=1.05)
     report("nonfinite", [Table(title="Time of a step", unit="ms", measured=seconds, goals=[goal])], arguments)
 
