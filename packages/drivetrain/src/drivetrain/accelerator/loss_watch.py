@@ -18,17 +18,19 @@ _MOST = 256  # losses that wait for a look
 class LossWatch:
     """A look every sixteen steps at the losses since the last one, that tells once, without a wait in the loop.
 
-    A look copies a summary to the host; where the host is no device, the next look reads the copy.
+    A look copies a summary to the host, which the next look reads. Where no copy is made aside, it reads the losses.
     """
 
     def __init__(self, parts: Parts) -> None:
         device = parts.context.device
         # And not the parts, whose step calls this: a cycle would keep the models.
-        self._device, self._window, self._prepared = device, parts.backend.window, ref(parts.prepared)
+        self._window, self._prepared = parts.backend.window, ref(parts.prepared)
+        # XLA would compile the summary.
+        self._place = device if traits_of(device.type).copies_aside else torch.device("cpu")
         self._losses: list[tuple[int, Tensor]] = []  # each with its step, of all optimizers, from 1
         self._copied: list[tuple[int, Tensor]] = []  # those that the copy is of
         # Whether one is not finite; the place of the first; its value.
-        self._copy = torch.zeros(3, pin_memory=device.type != "cpu" and traits_of(device.type).copies_aside)
+        self._copy = torch.zeros(3, pin_memory=self._place.type != "cpu")
         self._num_steps = 0
         self._has_told = False
         parts.prepared.on_step.append(self._end_step)
@@ -56,13 +58,13 @@ class LossWatch:
     def _turn(self) -> None:
         self._tell()
         self._look()
-        if self._device.type == "cpu":
+        if self._place.type == "cpu":
             self._tell()
 
     def _look(self, *, waits: bool = False) -> None:
         if self._has_told or not self._losses:
             return
-        values = torch.stack([loss.reshape(()).to(self._device) for _, loss in self._losses])
+        values = torch.stack([loss.to(self._place).reshape(()) for _, loss in self._losses])
         are_bad = values.isfinite().logical_not()
         first = are_bad.to(torch.uint8).argmax().reshape(1)
         found = torch.cat([are_bad.gather(0, first).float(), first.float(), values.gather(0, first).float()])
