@@ -205,7 +205,7 @@ def transformers_steps(mesh: str | None) -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("warn")  # transformers warns of its own classes
+@pytest.mark.filterwarnings("ignore")  # transformers warns of its own classes
 @pytest.mark.parametrize(
     "mesh", ["shard 2 x expert 2", "context 2 x expert 2", "context 2 x tensor 2 x expert 4"]
 )
