@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from drivetrain import Accelerator
+from drivetrain_backends import NonFiniteGradientError
 from drivetrain_state import ParallelDims
 from optional_modules import skip_without
 from parallel.transformers_cases import CASES
@@ -216,3 +217,17 @@ def test_the_memory_of_a_divided_model_is_that_of_this_ranks_parts(mesh: str) ->
         # The five norms of 32 elements are whole on both ranks.
         held = accelerator.gather(torch.tensor([found.totals["parameters"] - 8 * 5 * 32]))
         assert held.sum().item() == 8 * whole
+
+
+@on("tensor 2", "shard 2 x tensor 2")
+def test_the_layer_of_a_value_that_is_not_finite_is_named_on_all_ranks(mesh: str) -> None:
+    sections = {"run": {"on_nonfinite": "raise", "show_plan": False}}
+    accelerator, model = divided(mesh, sections=sections), llama()
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.post_attention_layernorm.weight").fill_(torch.inf)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    accelerator.backward(loss_of(model))
+    said = r"not finite is the output of model\.layers\.1\.post_attention_layernorm "
+    with pytest.raises(NonFiniteGradientError, match=said):
+        optimizer.step()
+    accelerator.end_training()
