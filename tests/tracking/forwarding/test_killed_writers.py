@@ -1,5 +1,6 @@
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -36,14 +37,17 @@ def _is_loss(event: object) -> bool:
     return any(value.tag == "loss" for value in event.summary.value)
 
 
-def wait_for_progress(log: JSONLTracker, process: "subprocess.Popen[bytes]", *, seconds: float = 30) -> None:
-    """Wait until a writer delivers: from then on a kill meets it at its work."""
-    place, deadline = delivery_path(log.path, "tensorboard"), time.monotonic() + seconds
-    before = Delivery.load(place)
-    while Delivery.load(place) == before:
-        assert process.poll() is None, "the writer has ended by itself"
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+def log_losses(log: JSONLTracker, steps: range) -> None:
+    for step in steps:
+        log.log({"loss": 1 / (step + 1)}, step=step)
+
+
+def stopped_writer_state(log: JSONLTracker, process: "subprocess.Popen[bytes]") -> Delivery:
+    """Stop a writer and return how far it is, which cannot change until it goes on."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert process.poll() is None, "the writer has ended by itself"
+    return Delivery.load(delivery_path(log.path, "tensorboard"))
 
 
 @pytest.mark.parametrize(
@@ -60,20 +64,25 @@ def test_every_value_is_there_once_and_in_order_however_often_the_writer_is_kill
     choice = random.Random(seed)
     log = JSONLTracker(tmp_path)
     log.start("killed", {"lr": 0.1})
-    step = num_within = 0
-    for _ in range(rounds):
+    step = 0
+    for round_index in range(rounds):
         process = writer(log, parent=os.getpid())
-        for _ in range(choice.randrange(2000, 4000)):
-            log.log({"loss": 1 / (step + 1)}, step=step)
-            step += 1
-        wait_for_progress(log, process)
-        time.sleep(choice.uniform(0, 0.05))
+        before = state = stopped_writer_state(log, process)
+        deadline = time.monotonic() + 30
+        while state == before or state.offset == state.sending_end:  # until a batch of its own is on its way
+            assert time.monotonic() < deadline, "no batch was on its way"
+            process.send_signal(signal.SIGCONT)
+            log_losses(log, range(step, step := step + 50))
+            time.sleep(choice.uniform(0, 0.05))
+            state = stopped_writer_state(log, process)
+        # Half of the kills meet that batch, the others the writer wherever it is a little later.
+        if round_index % 2:
+            process.send_signal(signal.SIGCONT)
+            log_losses(log, range(step, step := step + 50))
+            time.sleep(choice.uniform(0, 0.05))
         process.kill()
         process.wait()
-        state = Delivery.load(delivery_path(log.path, "tensorboard"))
-        num_within += state.sending_end > state.offset
     log.finish()
-    assert num_within >= rounds // 2, "most kills fell where no batch was on its way"
     assert writer(log, parent=0).wait() == 0
     assert delivered(tmp_path) == list(range(step))
     assert len([None for _, line in SpoolReader(log.path).read() if "loss" in line]) == step
