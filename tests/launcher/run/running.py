@@ -1,5 +1,6 @@
-"""Wait for processes and conditions, a minute at most."""
+"""Wait for processes and what they say, and for conditions, a minute at most."""
 
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,3 +28,16 @@ def wait_for_end(pids: Iterable[int]) -> None:
     left = list(pids)
     assert left
     wait_until(lambda: not any(map(is_running, left)))
+
+
+def read_until(process: subprocess.Popen[str], words: str, *, count: int = 1) -> str:
+    """Read lines until so many contain words, and return the last."""
+    assert process.stdout is not None
+    seen: list[str] = []
+    for line in iter(process.stdout.readline, ""):
+        seen.append(line)
+        if words in line:
+            count -= 1
+            if not count:
+                return line
+    raise AssertionError(f"no {words!r} in {seen}")

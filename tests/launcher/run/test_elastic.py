@@ -21,7 +21,7 @@ from drivetrain_launcher.run.keeper.keeper import Keeper
 from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions
 from drivetrain_memory.usage.memory_cgroup import find_cgroups
 from launch_fixtures import Launch
-from launcher.run.running import wait_for_end
+from launcher.run.running import read_until, wait_for_end
 from processes import free_port
 
 # It does not tell of ranks that were stopped.
@@ -129,19 +129,6 @@ def test_a_second_interrupt_kills(started_with_torch: Callable, script: Callable
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert "killing the ranks: what they were saving is left uncommitted" in process.stdout.read()
-
-
-def read_until(process: subprocess.Popen[str], words: str, *, count: int = 1) -> str:
-    """Read lines until so many contain words, and return the last."""
-    assert process.stdout is not None
-    seen: list[str] = []
-    for line in iter(process.stdout.readline, ""):
-        seen.append(line)
-        if words in line:
-            count -= 1
-            if not count:
-                return line
-    raise AssertionError(f"no {words!r} in {seen}")
 
 
 @pytest.mark.costly

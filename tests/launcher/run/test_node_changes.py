@@ -10,8 +10,7 @@ import pytest
 
 from launch_fixtures import clean_environment
 from launcher.hosts import Host, Launcher, hosts_fixture  # noqa: F401
-from launcher.run.running import wait_for_end, wait_until
-from launcher.run.test_elastic import read_until
+from launcher.run.running import read_until, wait_for_end, wait_until
 from processes import free_port
 
 # Ranks that meet in a collective ten times a second, until a file says that it is enough.
