@@ -1,4 +1,4 @@
-"""Wait for processes and what they say, and for conditions, a minute at most."""
+"""Wait for processes and what they say, and for conditions, for minutes at most."""
 
 import subprocess
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 
 def wait_until(holds: Callable[[], object]) -> None:
     """Wait for a condition."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -14,7 +14,7 @@ import pytest
 
 from launcher.run.running import wait_until
 
-# A rank with a loader's workers, a subprocess, and one that has a process group of its own; it ends by itself.
+# A rank with a loader's workers, a subprocess, and one that has a process group of its own; a file lets it end.
 RANK = """
 import os, subprocess, sys, time
 from multiprocessing import get_context
@@ -33,8 +33,8 @@ else:
     workers = [get_context("fork").Process(target=load, daemon=True) for _ in range(2)]
     for worker in workers: worker.start()
 print("running", os.getpid(), flush=True)
-for step in range(40):
-    print("step", step)
+while not os.path.exists(sys.argv[1]):
+    print("step")
     time.sleep(0.05)
 for child in children: child.kill()
 for child in children: child.wait()
@@ -50,7 +50,7 @@ PRELOADED = (*VICTIMS, "parent")
 def test_whoever_is_killed_nothing_is_left(
     started_with_torch: Callable, script: Callable, victim: str
 ) -> None:
-    assert play_round(started_with_torch, script, victim, 0.0, torch=False)
+    play_round(started_with_torch, script, victim, 0.0, torch=False)
 
 
 @pytest.mark.slow
@@ -60,12 +60,10 @@ def test_200_rounds_with_a_random_victim_at_a_random_moment(
     started_with_torch: Callable, script: Callable, seed: int
 ) -> None:
     draw = random.Random(seed)
-    kills = 0
     for each in range(25):
-        # Of seven rounds, five count from the launcher's start: some meet ranks that have not begun, or have ended.
+        # Of seven rounds, five count from the launcher's start: some meet a victim that has just begun.
         moment = draw.uniform(-3.0, 1.2)
-        kills += play_round(started_with_torch, script, draw.choice(VICTIMS), moment, torch=each % 5 == 4)
-    assert kills >= 12  # 22 are usual, fewer if a busy machine starts ranks slowly
+        play_round(started_with_torch, script, draw.choice(VICTIMS), moment, torch=each % 5 == 4)
 
 
 @pytest.mark.slow
@@ -73,10 +71,8 @@ def test_200_rounds_with_a_random_victim_at_a_random_moment(
 def test_20_rounds_with_ranks_that_were_forked(started: Callable, script: Callable) -> None:
     # Fresh interpreters: what a test's Python with torch forks has not the command by which a rank is found here.
     draw = random.Random(0)
-    kills = 0
     for victim in draw.sample(PRELOADED * 4, 20):
-        kills += play_round(started, script, victim, draw.uniform(-5.0, 1.2), torch=False, preload=True)
-    assert kills >= 8  # 16 are usual
+        play_round(started, script, victim, draw.uniform(-5.0, 1.2), torch=False, preload=True)
 
 
 @pytest.mark.slow
@@ -84,7 +80,7 @@ def test_20_rounds_with_ranks_that_were_forked(started: Callable, script: Callab
 def test_whoever_is_killed_nothing_is_left_of_ranks_that_were_forked(
     started: Callable, script: Callable, victim: str
 ) -> None:
-    assert play_round(started, script, victim, 0.0, torch=False, preload=True)
+    play_round(started, script, victim, 0.0, torch=False, preload=True)
 
 
 @pytest.mark.costly
@@ -117,14 +113,13 @@ def launcher_mark(pid: int) -> str:
 
 def play_round(
     start: Callable, script: Callable, victim: str, moment: float, *, torch: bool, preload: bool = False
-) -> bool:
+) -> None:
     """Kill a victim `moment` seconds after the first rank runs, or if negative so long after the launcher's start.
 
-    Returns:
-        Whether a process was killed: at other moments than 0 the victim may not have begun, or have ended.
+    One that has not begun by then is killed as soon as it has.
     """
     mark = f"round-{uuid4()}"
-    script(RANK)
+    may_end = script(RANK).with_name(mark)
     launcher = start(
         *("launch", "--cpu", "--num-processes", "2", "--shutdown-timeout-seconds", "3"),
         *(["--preload", "json.tool"] if preload else []),
@@ -134,12 +129,11 @@ def play_round(
         while "running" not in (line := launcher.stdout.readline()) and line:
             pass
     time.sleep(abs(moment))
-    found = victims(launcher, mark)[victim]
-    is_killed = bool(found) and kill(random.choice(found))
+    wait_until(lambda: (found := victims(launcher, mark)[victim]) and kill(random.choice(found)))
+    may_end.touch()
     launcher.stdout.read()  # ends when nobody holds it, the keeper last
     launcher.wait(60)
     wait_until(lambda: not any(victims(launcher, mark).values()))
-    return is_killed
 
 
 def kill(pid: int) -> bool:
