@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from processes import free_port
@@ -40,6 +39,6 @@ def _await_answer(server: subprocess.Popen[bytes], url: str) -> None:
         try:
             with urlopen(url, timeout=5):
                 return
-        except URLError:
+        except OSError:  # not there yet, or slow to answer
             time.sleep(0.05)
     raise AssertionError(f"no S3 server answers at {url}")

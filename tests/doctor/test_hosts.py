@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from drivetrain_config.environ import child_environment
+from processes import free_port
 
 MASTER = "10.177.0.1"
 LEFT_OUT = ("DRIVETRAIN_", "GLOO_", "NCCL_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "OMP_")
@@ -36,8 +36,7 @@ def whats(check: dict[str, Any]) -> list[str]:
 
 @pytest.mark.slow
 def test_two_doctors_on_one_machine_meet_and_check_together(python: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = str(held.getsockname()[1])
+    port = str(free_port())
     flags = f"--cpu --json --num-workers 0 --num-nodes 2 --master-addr 127.0.0.1 --master-port {port}"
     command = [python, "-m", "drivetrain_launcher", "doctor", *flags.split(), "--wait-seconds", "100"]
     running = [

@@ -7,6 +7,7 @@ import pytest
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_doctor.host.ports import PortMeasurement, judge_port, measure_port
+from processes import free_port
 
 TWO = CheckedRun(num_nodes=2, node_rank=0, master_port=29500)
 
@@ -23,8 +24,7 @@ def test_a_port_in_use_is_told_with_its_holder_and_another_port() -> None:
 
 
 def test_a_free_port_is_free() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
+    port = free_port()
     measured = measure_port(replace(TWO, master_port=port))
     assert measured.bind_error is None
     assert judge_port(replace(measured, reserved=str(port)), TWO).summary == f"port {port} is free"

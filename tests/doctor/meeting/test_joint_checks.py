@@ -1,4 +1,3 @@
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from drivetrain_doctor.meeting.joint_checks import (
     merge,
 )
 from drivetrain_doctor.meeting.meeting_store import join
+from processes import free_port
 
 ASKED = CheckedRun(num_nodes=4, node_rank=0, master_addr="node0", master_port=29500, wait_seconds=5)
 
@@ -88,8 +88,7 @@ def test_two_hosts_measure_their_pair_at_the_address_of_host_0(
     python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", python)  # a program that begins with torch imported
-    with socket.create_server(("127.0.0.2", 0)) as held:
-        port = held.getsockname()[1]
+    port = free_port()
     host_0 = CheckedRun(num_nodes=2, node_rank=0, master_addr="127.0.0.2", master_port=port, wait_seconds=60)
     meetings = [join(replace(host_0, node_rank=rank), progress=lambda _: None) for rank in range(2)]
     programs = [start_pairs(child_environment(GLOO_SOCKET_IFNAME=None)) for _ in meetings]

@@ -7,6 +7,7 @@ import pytest
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.meeting.clock import answer_hosts, ask_host_0
 from drivetrain_doctor.meeting.meeting_store import HostMeeting, MeetingError, join
+from processes import free_port
 
 
 def quiet(_: str) -> None:
@@ -15,9 +16,9 @@ def quiet(_: str) -> None:
 
 @pytest.fixture
 def checked() -> CheckedRun:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-    return CheckedRun(num_nodes=2, node_rank=0, master_addr="127.0.0.1", master_port=port, wait_seconds=60)
+    return CheckedRun(
+        num_nodes=2, node_rank=0, master_addr="127.0.0.1", master_port=free_port(), wait_seconds=60
+    )
 
 
 @pytest.fixture

@@ -87,14 +87,16 @@ def test_the_failing_rank_is_named_and_its_exit_code_passes_through(
 
 @pytest.mark.costly
 @pytest.mark.default_cases("once")
-@pytest.mark.parametrize("presses", [1, 2], ids=["once", "twice at once"])
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGINT,), (signal.SIGINT, signal.SIGTERM)], ids=["once", "twice at once"]
+)
 def test_an_interrupt_lets_every_rank_save(
-    started_with_torch: Callable, script: Callable, presses: int
+    started_with_torch: Callable, script: Callable, numbers: tuple[signal.Signals, ...]
 ) -> None:
     script(
         "import os, time\n"
         "try:\n"
-        "    print('ready')\n"
+        "    print('ready', os.getppid())\n"
         "    time.sleep(100)\n"
         "except KeyboardInterrupt:\n"
         "    time.sleep(0.3)\n"
@@ -102,10 +104,10 @@ def test_an_interrupt_lets_every_rank_save(
         "    raise\n"
     )
     process = started_with_torch(*TWO_MERGED)
-    read_until(process, "ready", count=2)
-    for _ in range(presses):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.05)
+    launcher = int(read_until(process, "ready", count=2).split()[-1])
+    os.kill(launcher, signal.SIGSTOP)  # it hears all of them at the same time, however late they are sent
+    for number in (*numbers, signal.SIGCONT):
+        os.kill(launcher, number)
     output = process.stdout.read()
     assert process.wait(60) == 130
     assert "drivetrain: SIGINT: stopping 2 ranks, which have 30 s to save; once more kills them" in output
@@ -135,15 +137,21 @@ def test_a_second_interrupt_kills(started_with_torch: Callable, script: Callable
 def test_a_rank_that_leaves_early_is_told_apart_from_another_node(launch: Launch) -> None:
     done = launch(
         "import os, pathlib, sys, time\n"
+        "from contextlib import suppress\n"
         "from drivetrain_state import barrier, connect, gather_object\n"
+        # This process, or the one that the launcher has started and that stands for it.
+        "own, started = os.environ['TORCHELASTIC_ERROR_FILE'].encode(), [os.getpid()]\n"
+        "for folder in pathlib.Path('/proc').glob('[0-9]*'):\n"
+        "    with suppress(OSError):\n"
+        "        if own in (folder / 'environ').read_bytes(): started.append(folder.name)\n"
         "context = connect()\n"
-        "processes = gather_object(context, os.getpid())\n"
+        "processes = gather_object(context, started)\n"
         "if context.topology.rank == 1:\n"
         "    context.close()\n"
         "    sys.exit(0)\n"
-        "while pathlib.Path(f'/proc/{processes[1]}').exists():\n"
+        # Until the launcher has looked: before, they are still there as zombies.
+        "while any(pathlib.Path(f'/proc/{pid}').exists() for pid in processes[1]):\n"
         "    time.sleep(0.01)\n"
-        "time.sleep(0.5)\n"  # until the launcher has looked
         "barrier(context)\n"
     )
     assert done.returncode == 1
@@ -151,6 +159,11 @@ def test_a_rank_that_leaves_early_is_told_apart_from_another_node(launch: Launch
     assert "another node" not in done.stderr
 
 
+# Whether the launcher would show a hang if this rank ended now.
+IS_NOTED = (
+    "any(note.read_text().endswith('.txt') "
+    "for note in pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).parent.glob('hang.txt'))"
+)
 _NCCL_WORDS = (
     "terminate called\\n  what(): Exception raised from checkTimeout at NCCL.cpp:690\\nframe #0: c10\\n"
 )
@@ -162,7 +175,7 @@ _NCCL_WORDS = (
         pytest.param("gather_object(context, 1)", 1, "rank [01]", id="collective"),
         pytest.param("time.sleep(100)", 124, "rank 1", id="asleep"),
         pytest.param(
-            "threading.Timer(2.5, abort).start(); time.sleep(100)",
+            "threading.Thread(target=abort).start(); time.sleep(100)",
             134,
             "rank 1",
             id="abort",
@@ -172,16 +185,17 @@ _NCCL_WORDS = (
 @pytest.mark.default_cases("collective")
 def test_the_watchdogs_table_comes_last(launch: Launch, on_rank_1: str, code: int, root: str) -> None:
     done = launch(
-        "import os, sys, threading, time\n"
+        "import os, pathlib, sys, threading, time\n"
         "from drivetrain_state import barrier, connect, gather_object\n"
         "def abort():\n"
+        f"    while not {IS_NOTED}: time.sleep(0.01)\n"
         f"    sys.stderr.write('{_NCCL_WORDS}')\n"
         "    os.abort()\n"
         "context = connect()\n"
         "barrier(context)\n"
         f"if context.topology.rank == 1: {on_rank_1}\n"
         "barrier(context)\n",
-        *("--cpu", "--state-hang-timeout-seconds", "1", "--state-timeout-seconds", "4"),
+        *("--cpu", "--state-hang-timeout-seconds", "0.5", "--state-timeout-seconds", "6"),
     )
     assert done.returncode == code, done.stderr
     before, _, table = done.stderr.rpartition("drivetrain: the hang before it: ")
@@ -196,8 +210,12 @@ def test_the_watchdogs_table_comes_last(launch: Launch, on_rank_1: str, code: in
 @pytest.mark.slow
 def test_an_interrupt_of_a_hang_shows_the_table_last(started_with_torch: Callable, script: Callable) -> None:
     script(
-        "import time\n"
+        "import os, pathlib, threading, time\n"
         "from drivetrain_state import barrier, connect\n"
+        "def tell():\n"
+        f"    while not {IS_NOTED}: time.sleep(0.01)\n"
+        "    print('knows', flush=True)\n"
+        "threading.Thread(target=tell, daemon=True).start()\n"
         "context = connect()\n"
         "barrier(context)\n"
         "time.sleep(100 * context.topology.rank)\n"
@@ -205,13 +223,12 @@ def test_an_interrupt_of_a_hang_shows_the_table_last(started_with_torch: Callabl
     )
     flags = ("--cpu", "--state-hang-timeout-seconds", "1", "--shutdown-timeout-seconds", "1")
     process = started_with_torch(*TWO_MERGED[:-1], *flags, "script.py")
-    read_until(process, "All stacks")
-    time.sleep(1)  # until all ranks know
+    read_until(process, "knows", count=2)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     told = process.stdout.read().rpartition("drivetrain: the hang before it: ")[2]
     assert re.match(r"no progress for .*; likely culprit: rank 1: waits for no other rank", told)
-    assert re.search(r"\n>  1 .* script\.py:5 <module> .*\n.*\nAll stacks: .*\n\Z", told)
+    assert re.search(r"\n>  1 .* script\.py:9 <module> .*\n.*\nAll stacks: .*\n\Z", told)
 
 
 @pytest.mark.costly

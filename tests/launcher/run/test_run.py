@@ -102,14 +102,17 @@ def test_a_refusal_is_said_and_keeps_the_exit_code(
 
 def test_a_stop_while_a_launcher_waits_for_task_0_ends_the_wait() -> None:
     source = (
-        "import os, signal, sys, threading; sys.path.insert(0, sys.argv[1])\n"
+        "import os, signal, sys, threading, time; sys.path.insert(0, sys.argv[1])\n"
         "from cluster_jobs import slurm_job\n"
         "from drivetrain_launcher import LaunchPlan, LaunchTarget\n"
         "from drivetrain_clusters.slurm.placement import slurm_placement\n"
         "from drivetrain_launcher.run.run import requeue_after\n"
         "plan = LaunchPlan(mode='elastic', target=LaunchTarget(name='x'), \n"
         "                  placement=slurm_placement(slurm_job()[1]), shutdown_timeout_seconds=600)\n"
-        "threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "def end():\n"
+        "    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL: time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "threading.Thread(target=end).start()\n"
         "sys.exit(requeue_after(75, plan))\n"
     )
     tests = str(Path(__file__).parents[2])

@@ -44,9 +44,9 @@ def in_a_terminal(python: str, folder: Path, environment: dict[str, str], *words
     pid, terminal = pty.fork()
     if not pid:
         os.chdir(folder)
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         command = [python, "-m", "drivetrain_launcher", *words]
         os.execve(python, command, environment)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     seen: list[bytes] = []
     while True:
         try:

@@ -80,9 +80,11 @@ class HostMeeting:
             answers = {rank: self._values.read(f"post/{step}/{rank}") for rank in missing}
             found |= {rank: answer for rank, answer in answers.items() if answer is not None}
             missing = [rank for rank in missing if rank not in found]
-            if not missing or time.monotonic() > deadline:
+            if not missing:
                 break
             progress(missing)
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
         return found
 
@@ -148,8 +150,7 @@ def _reach(checked: CheckedRun, progress: Callable[[str], None]) -> TCPStore:
     """Connect to the store, which may be started later than this host."""
     where = f"{checked.master_addr}:{checked.master_port}"
     deadline = time.monotonic() + checked.wait_seconds
-    seen = "nothing"
-    while time.monotonic() < deadline:
+    while True:
         try:
             socket.create_connection((checked.master_addr, checked.master_port), timeout=_TRY_SECONDS).close()
             break
@@ -159,9 +160,9 @@ def _reach(checked: CheckedRun, progress: Callable[[str], None]) -> TCPStore:
             )
             seen = next((meaning for kind, meaning in _MEANINGS if isinstance(refused, kind)), no_route)
         progress(f"waiting for host 0 at {where} ({seen})")
+        if time.monotonic() > deadline:  # only after a try, however late this process runs
+            raise MeetingError(f"host 0 was not reached at {where} within {checked.wait_seconds:g} s: {seen}")
         time.sleep(_PAUSE_SECONDS)
-    else:
-        raise MeetingError(f"host 0 was not reached at {where} within {checked.wait_seconds:g} s: {seen}")
     # torch's client waits for an answer to its greeting without a limit.
     try:
         return within(
