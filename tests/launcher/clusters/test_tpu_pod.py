@@ -70,7 +70,7 @@ def test_where_the_remote_shell_has_ended_the_command_saves_and_has_no_other_inp
         shell.stdin.flush()
         assert shell.stdout.readline() == "begins\n"
         shell.stdin.close()
-        assert shell.wait(timeout=30) == 75
+        assert shell.wait(timeout=100) == 75
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +136,25 @@ def test_output_of_c_code_and_of_children_is_shown(
     assert capsys.readouterr().out == "[rank 1] from C\n[rank 1] from a child\n"
 
 
+def process_of(rank: int) -> int:
+    """Return the child that was started for a rank: the rank itself, or what stands for it if it was forked."""
+    asked = ["ps", "-o", "pid=", "--ppid", str(os.getpid())]
+    for pid in subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split():
+        with suppress(OSError):  # ps itself
+            words, variables = (Path("/proc", pid, name).read_bytes() for name in ("cmdline", "environ"))
+            if b"rank_main" in words and b"RANK=%d" % rank in variables.split(b"\0"):
+                return int(pid)
+    raise AssertionError(f"no process of rank {rank}")
+
+
 @pytest.mark.slow
 def test_a_process_that_ends_between_calls_is_replaced(
     workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.kill(workers.run(os.getpid)[1], signal.SIGKILL)
-    time.sleep(3)
+    pid = workers.run(os.getpid)[1]
+    started = process_of(1)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, started, os.WEXITED | os.WNOWAIT)
     assert workers.run(os.getenv, ("RANK",)) == ["0", "1"]
     assert "has ended since the last call; the workers start anew" in capsys.readouterr().err
 
