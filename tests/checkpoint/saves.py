@@ -1,7 +1,11 @@
-"""What tests of checkpoints do over and over: save little, and damage a file."""
+"""What tests of checkpoints do over and over: save little, hold a save back, and damage a file."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
+from unittest.mock import patch
 
 from drivetrain_checkpoint import Checkpointer
 
@@ -10,6 +14,26 @@ def save(checkpointer: Checkpointer, step: int, model: Any = None, **given: Any)
     """Save a model's state, or none, and what is given besides."""
     models = {} if model is None else {"model": model}
     return checkpointer.save(step, **{"models": models, "replicated": {}, "per_rank": {}, **given})
+
+
+@contextmanager
+def saves_held_back() -> Iterator[None]:
+    """Let the threads of saves that begin in the block do nothing until it ends."""
+    run, goes_on, held = Thread.run, Event(), list[Thread]()
+
+    def run_later(thread: Thread) -> None:
+        if thread.name.startswith("drivetrain save"):
+            held.append(thread)
+            goes_on.wait()
+        run(thread)
+
+    with patch.object(Thread, "run", run_later):
+        try:
+            yield
+            while not held:  # a thread begins a moment after its start
+                pass
+        finally:
+            goes_on.set()
 
 
 def flip(path: Path, position: int) -> None:

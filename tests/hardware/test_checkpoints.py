@@ -252,4 +252,4 @@ def test_after_a_kill_in_a_save_the_newest_valid_checkpoint_loads(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert re.search("^saved", killed.stdout, re.M)
     (step,) = on_device(loads_the_newest, tmp_path)
-    assert step in range(1, 100)
+    assert step >= 1

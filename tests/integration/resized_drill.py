@@ -76,6 +76,10 @@ class ResizedDrill(Drill):
             assert time.monotonic() < deadline, output_of(log)
             time.sleep(0.002)
         time.sleep(self.chance.uniform(0, 0.05))
+        for pid in pids:  # at once: one that runs on would notice the end of another, and end by itself
+            os.kill(pid, signal.SIGSTOP)
+        for pid in pids:
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         codes = wait_for(pids)

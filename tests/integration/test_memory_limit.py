@@ -30,7 +30,7 @@ with accelerator, guard if leaks else nullcontext():
         accelerator.backward(model(torch.ones(1, 2)).sum())
         optimizer.step()
         optimizer.zero_grad()
-        if leaks:
+        if leaks and not guard.should_stop:
             held.append(mmap.mmap(-1, 2**21, flags=flags))
         time.sleep(0.02)
         accelerator.save_if_due()

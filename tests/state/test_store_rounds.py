@@ -97,7 +97,7 @@ def test_a_wait_ends_with_the_value_or_when_there_is_no_hope(clients: Clients) -
 
     def end_with_a_value() -> bool:
         second.conclude(2, "just in time")
-        time.sleep(0.2)
+        eventually(lambda: first.conclusion(2), "just in time")
         return False
 
     assert wait(lambda: first.conclusion(2), while_=end_with_a_value) == "just in time"

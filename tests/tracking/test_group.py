@@ -327,7 +327,7 @@ def test_a_child_forked_while_a_thread_logs_does_not_wait_for_it(tmp_path: Path)
             with suppress(Exception):  # the child's log is closed
                 group.log({"loss": 1.0})
             os._exit(0)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
             time.sleep(0.01)
         if ended == (0, 0):

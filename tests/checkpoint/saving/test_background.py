@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.saves import save
+from checkpoint.saves import save, saves_held_back
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, OtherRankFailedError, Replicated
 from drivetrain_checkpoint.saving.host_buffer import HostBuffer
 from drivetrain_state import Context, connect
 
-IN_BACKGROUND = CheckpointSettings(background=True, stall_seconds=3, keep_last=2)
+IN_BACKGROUND = CheckpointSettings(background=True, stall_seconds=60, keep_last=2)
 
 
 def save_weight(checkpointer: Checkpointer, step: int, weight: torch.Tensor) -> Path:
@@ -45,8 +45,9 @@ def test_what_goes_wrong_is_raised_by_the_next_call_once(tmp_path: Path, context
     save_weight(checkpointer, 1, torch.ones(3))
     checkpointer.wait()
     (tmp_path / "step-2").mkdir()
-    path = save_weight(checkpointer, 2, torch.ones(20_000_000))
-    (path / "state.json").touch()  # the writer comes to it last
+    with saves_held_back():
+        path = save_weight(checkpointer, 2, torch.ones(3))
+        (path / "state.json").touch()
     with pytest.raises(FileExistsError, match=r"state\.json"):
         save_weight(checkpointer, 3, torch.ones(3))
     assert "the save of step 2 failed in the background" in caplog.text
@@ -97,10 +98,10 @@ def rank_one_fails(directory: str) -> str:
         checkpointer.wait()
         Path(directory, "step-2").mkdir(exist_ok=True)
         torch.distributed.barrier()
-        # Of which rank 1 writes half, before the rest.
-        path = save(checkpointer, 2, {"weight": Replicated(torch.ones(40_000_000))})
-        if context.topology.rank == 1:
-            (path / "rank-1.json").touch()
+        with saves_held_back():
+            path = save(checkpointer, 2, {"weight": Replicated(torch.ones(4_000_000))})
+            if context.topology.rank == 1:
+                (path / "rank-1.json").touch()
         with pytest.raises((FileExistsError, OtherRankFailedError)) as caught:
             checkpointer.wait()
         assert checkpointer.load().step == 1

@@ -209,7 +209,7 @@ def test_the_mesh_stands_in_the_manifest(run_ranks, tmp_path: Path) -> None:
 
 
 KILLED_SAVES = """
-import os, random, signal, sys, threading, time
+import itertools, os, random, signal, sys, threading, time
 from pathlib import Path
 import torch
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, find_checkpoints
@@ -225,8 +225,9 @@ def save(step):
     checkpointer.save(step, models={"model": {"weight": weight, "tied": weight}}, replicated={"step": step},
                       per_rank={})
 
-started = time.monotonic()
 save(0)
+started = time.monotonic()
+save(1)
 one_save_seconds = time.monotonic() - started
 chance = random.Random(0)
 killed = 0
@@ -236,17 +237,16 @@ for number in range(rounds):
     child = os.fork()
     if child == 0:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        for step in range(before + 1, before + 20):
+        for step in itertools.count(before + 1):
             save(step)
-        os._exit(0)
     killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     loaded = checkpointer.load()
     assert loaded.step >= before, (loaded.step, before)
     assert loaded.replicated == {"step": loaded.step}
     assert torch.equal(loaded.models["model"]["weight"], torch.full((500_000,), float(loaded.step)))
     assert loaded.models["model"]["tied"] is loaded.models["model"]["weight"]
-save(10_000)  # the first that ends whole deletes what those killed between commit and deletion have left
-assert checkpointer.load().step == 10_000
+save(loaded.step + 1)  # the first that ends whole deletes what those killed between commit and deletion have left
+assert checkpointer.load().step == loaded.step + 1
 assert [one.is_valid for one in find_checkpoints(directory)] == [True, True]
 print("killed", killed)
 """
@@ -267,7 +267,7 @@ def test_killed_at_any_moment_the_newest_valid_one_loads(
         KILLED_SAVES, str(tmp_path), str(rounds), num_processes=1, timeout_seconds=10 * rounds + 60
     )
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout.split()[1]) > rounds // 2
+    assert result.stdout == f"killed {rounds}\n"
 
 
 KILLED_RANK = """

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,16 +102,18 @@ from pathlib import Path
 from drivetrain_checkpoint.saving.writer_lock import WriterLock
 held = WriterLock(Path(sys.argv[1]))
 held.take()
+reads, writes = os.pipe()
 if os.fork() == 0:  # as a worker of a loader
     del held
-    time.sleep(30)
+    os.write(writes, b"x")
+    time.sleep(120)
     os._exit(0)
-print(flush=True)
+os.read(reads, 1)
 if sys.argv[2] == "release":
     held.release()
-    time.sleep(30)
-if sys.argv[2] == "hold":
-    time.sleep(30)
+print(flush=True)
+if sys.argv[2] != "kill":
+    time.sleep(120)
 os.kill(os.getpid(), 9)
 """
 
@@ -128,7 +129,8 @@ def test_a_child_does_not_keep_it_and_does_not_end_it(tmp_path: Path, end: str) 
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(0.3)
+        if end == "kill":
+            process.wait()
         try:
             if end == "hold":
                 with pytest.raises(CheckpointLockedError):

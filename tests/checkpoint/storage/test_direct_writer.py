@@ -148,11 +148,11 @@ def test_it_is_let_go_of_only_when_nothing_is_under_way(
     class Slow(FileIO):
         def write(self, data: memoryview) -> int:
             begun.set()
-            assert goes_on.wait(10)
+            assert goes_on.wait(60)
             return super().write(data)
 
     def interrupted(_: Task[None]) -> None:
-        assert begun.wait(10)
+        assert begun.wait(60)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "open", lambda path, mode, buffering: Slow(path, mode))

@@ -9,11 +9,19 @@ import pytest
 from drivetrain_memory import read_summaries
 from drivetrain_memory.cli.watch import WatchArguments, run
 from drivetrain_memory.cli.watch_line import WatchLine, usage_line
+from drivetrain_memory.tracker.sample_recorder import samples_file
 
+# Ends once ten samples of it are in the file that its argument names.
+IS_SAMPLED = """
+import pathlib, sys, time
+samples = pathlib.Path(sys.argv[1])
+while not samples.exists() or samples.read_text().count("\\n") <= 10:
+    time.sleep(0.01)
+"""
 TAKES = (
-    "import mmap, time\n"
+    "import mmap\n"
     "mmap.mmap(-1, 200 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()\n"
-    "time.sleep(0.2)\nprint('from the program', flush=True)\nraise SystemExit(7)"
+    f"{IS_SAMPLED}print('from the program', flush=True)\nraise SystemExit(7)"
 )
 
 
@@ -24,20 +32,20 @@ def watch(tmp_path: Path, target: str, *arguments: str) -> int:
 def test_a_command_keeps_its_output_and_exit_code_and_its_peak_is_the_kernels(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert watch(tmp_path, sys.executable, "-ISc", TAKES) == 7
+    assert watch(tmp_path, sys.executable, "-ISc", TAKES, str(samples_file(tmp_path, 0))) == 7
     out, err = capfd.readouterr()
     assert out == "from the program\n"
     assert "process " in err
     assert "by the kernel" in err
     (summary,) = read_summaries(tmp_path).ranks
     assert summary.host_peak_bytes > 200 * 2**20
-    assert summary.num_samples > 3
+    assert summary.num_samples >= 10
     assert "Memory of process" in (tmp_path / "memory.html").read_text()
 
 
 def test_a_process_is_watched_until_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    source = "import time; time.sleep(0.4)"
-    with subprocess.Popen([sys.executable, "-ISc", source]) as process:
+    command = [sys.executable, "-ISc", IS_SAMPLED, samples_file(tmp_path, 0)]
+    with subprocess.Popen(command) as process:
         assert watch(tmp_path, str(process.pid)) == 0
     out, err = capfd.readouterr()
     assert f"process {process.pid}" in out

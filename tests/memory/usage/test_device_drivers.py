@@ -141,7 +141,7 @@ def test_a_slow_driver_is_read_beside_and_a_failing_one_ends_its_numbers() -> No
     poller = DriverPoller([driver], interval_seconds=0.01)
     assert poller.newest[0].temperature_celsius == 61
     library.nvmlDeviceGetTemperature = lambda handle, sensor: 70
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while poller.newest[0].temperature_celsius != 70 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert poller.newest[0].temperature_celsius == 70

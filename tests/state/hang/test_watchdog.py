@@ -15,7 +15,7 @@ RunScript = Callable[..., list[Completed]]
 
 # The ranks meet in a gloo group. `step()` is one that all take part in; hangs are asked about after three seconds.
 GROUP = """
-import os, sys, time
+import glob, os, sys, threading, time
 from drivetrain_state import StateSettings, connect, gather_object, reduce
 import torch
 import torch.distributed as dist
@@ -35,12 +35,25 @@ def leave():
     dist.barrier()
     context.close()
 
+def is_reported():
+    return bool(glob.glob("hang-*.txt"))
+
+def report_pipe():
+    "A pipe to read from until a hang is reported."
+    reads, writes = os.pipe()
+    def tell():
+        while not is_reported():
+            time.sleep(0.05)
+        os.write(writes, b"!")
+    threading.Thread(target=tell, daemon=True).start()
+    return reads
+
 step()
 """
 
 # The ranks share nothing but a store, which the last rank hosts: a rank may be killed without gloo saying so first.
 STORE_ONLY = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, threading, time
 from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
@@ -60,13 +73,22 @@ watchdog = start_watchdog(
     topology=topology, settings=settings, record=watch, store=shared, report_directory=Path(sys.argv[1])
 )
 
-def meet(name, seconds=60):
+def meet(name):
     "Wait until every rank has come here."
     watch.mark(name)
     if shared.add(name, 1) == size:
         shared.set(name + " met", "yes")
-    shared.wait([name + " met"], timedelta(seconds=seconds))
+    shared.wait([name + " met"], timedelta(seconds=60))
     watch.mark(name + " done")
+
+def end_wait_when_reported(name):
+    "Let those who wait for a rank that does not come go on once the hang is reported."
+    def tell(store):
+        while not list(Path(sys.argv[1]).glob("hang-*.txt")):
+            time.sleep(0.05)
+        store.set(name + " met", "no")
+    if rank == size - 1:
+        threading.Thread(target=tell, args=(dist.PrefixStore("run", store.clone()),), daemon=True).start()
 
 def stop_until_rank_0_has_ended():
     pids = f"{shared.get('pid').decode()}", f"{os.getpid()}"
@@ -110,10 +132,9 @@ def evaluate():
         gather_object(context, rank)  # the gather
     dist.barrier(group=other)  # after the gather
 def rescue():
-    time.sleep(9)
+    os.read(report_pipe(), 1)
     if rank == 1:
         gather_object(context, rank)
-import threading
 helper = threading.Thread(target=rescue)
 helper.start()
 evaluate()
@@ -154,7 +175,7 @@ for batch in range(3):
     loss = model(torch.ones(4, 2)).sum()
     watch.mark("batch")
     if rank == 1 and batch == 2:
-        time.sleep(8)  # no backward
+        os.read(report_pipe(), 1)  # no backward
     loss.backward()
     watch.mark("backward")
 leave()
@@ -162,7 +183,9 @@ leave()
     )
     first, second = run_ranks_script(source, str(tmp_path))
     assert "likely culprit: rank 1: waits for no other rank, while the others wait" in first.stderr
-    assert culprit_row(first.stderr).endswith(f"{line_of(source, '# no backward')} <module>  time.sleep(8)")
+    assert culprit_row(first.stderr).endswith(
+        f"{line_of(source, '# no backward')} <module>  os.read(report_pipe(), 1)"
+    )
     assert re.search(r"^   0 .*  backward$", first.stderr, re.MULTILINE)
     assert (first.returncode, second.returncode, second.stderr) == (0, 0, "")
 
@@ -177,7 +200,7 @@ class Text(torch.utils.data.Dataset):
         return 4
     def __getitem__(self, index):
         if index == 2 and rank == 1:
-            time.sleep(8)  # a slow disk
+            os.read(report_pipe(), 1)  # a slow disk
         return index
 for batch in torch.utils.data.DataLoader(Text()):
     watch.mark("batch")
@@ -201,10 +224,8 @@ def test_silence_names_a_killed_rank_and_the_lowest_that_lives_reports(
     source = at_store(f"""
 if rank == {dead}:
     os.kill(os.getpid(), signal.SIGKILL)
-try:
-    meet("epoch", seconds=11)  # never met
-except dist.DistStoreError:
-    watch.mark("given up")
+end_wait_when_reported("epoch")
+meet("epoch")  # never met
 watchdog.stop()
 shared.add("left", 1)
 while rank == size - 1 and shared.add("left", 0) < size - 1:
@@ -270,10 +291,8 @@ if rank == 0:
     sys.exit()
 if rank == 1:
     raise ValueError("a bad batch")
-try:
-    meet("epoch", seconds=8)
-except dist.DistStoreError:
-    pass
+end_wait_when_reported("epoch")
+meet("epoch")
 """)
     ranks = run_ranks_script(source, str(tmp_path), num_processes=3)
     said = ranks[2].stderr
@@ -287,7 +306,7 @@ def test_ranks_that_work_alone_for_long_are_let_be(run_ranks_script: RunScript, 
     source = in_group("""
 def tokenize():
     end = time.monotonic() + 8
-    while time.monotonic() < end:
+    while time.monotonic() < end or not is_reported():
         time.sleep(0.1)
 tokenize()
 print("done")

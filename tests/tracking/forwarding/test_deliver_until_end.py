@@ -51,13 +51,13 @@ def test_a_long_pause_ends_with_the_run(
         target=lambda: results.append(deliver_until_end(forwarder, **limits)), daemon=True
     )
     thread.start()
-    assert tracker.has_failed.wait(10)
+    assert tracker.has_failed.wait(60)
     tracker.is_up.set()
     if ends_by == "its last line":
         log.finish()
     else:
         is_over.set()
-    thread.join(30)
+    thread.join(60)
     assert results == [True]
     assert tracker.steps == [0, 1, 2]
     log.finish()
