@@ -14,10 +14,11 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import SystemRandom
@@ -53,20 +54,27 @@ class Answer:
     num_groups: int = 0
 
 
-def free_port() -> int:
-    """A TCP port that was free a moment ago, below those that the system gives to outgoing connections.
-
-    Each lane has ports of its own, and none has Ray's or torch's 29500: nobody else takes it before it is used.
-    """
+def _ports_of_this_lane() -> Iterator[int]:
+    """Ports below those that the system gives to outgoing connections, without Ray's and torch's 29500."""
     lane = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    while True:
-        port = SystemRandom().randrange(20_000 + lane % 8, 29_000, 8)
+    ports = list(range(15_000 + lane % 8, 29_000, 8))
+    SystemRandom().shuffle(ports)
+    return cycle(ports)
+
+
+_PORTS = _ports_of_this_lane()
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago, and that no other lane is given, nor soon this one again."""
+    for port in _PORTS:
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:  # in use
                 continue
             return port
+    raise AssertionError  # there is always a next one
 
 
 def rank_environment(rank: int, num_processes: int, port: int, extra: dict[str, str]) -> dict[str, str]:

@@ -19,19 +19,18 @@ def save(checkpointer: Checkpointer, step: int, model: Any = None, **given: Any)
 @contextmanager
 def saves_held_back() -> Iterator[None]:
     """Let the threads of saves that begin in the block do nothing until it ends."""
-    run, goes_on, held = Thread.run, Event(), list[Thread]()
+    run, is_held, goes_on = Thread.run, Event(), Event()
 
     def run_later(thread: Thread) -> None:
         if thread.name.startswith("drivetrain save"):
-            held.append(thread)
+            is_held.set()
             goes_on.wait()
         run(thread)
 
     with patch.object(Thread, "run", run_later):
         try:
             yield
-            while not held:  # a thread begins a moment after its start
-                pass
+            assert is_held.wait(60)  # a thread begins a moment after its start
         finally:
             goes_on.set()
 

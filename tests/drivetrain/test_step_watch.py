@@ -76,7 +76,7 @@ def warnings_with_a_slow_rank(backend: str, where: str, block: int, sections: di
 def train_until(holds: Callable[[list[str]], bool], *arguments: Any) -> list[str]:
     """Train once, or again where the machine has held a rank up elsewhere; return the warnings of the last time."""
     told, answers = list[str](), [False]
-    for _ in range(5):
+    for _ in range(3):
         if not all(answers):
             told, answers = warnings_with_a_slow_rank(*arguments), [False] * dist.get_world_size()
             dist.all_gather_object(answers, holds(told))
@@ -148,7 +148,6 @@ def communication_while_rank_1_comes_late_to_the_step() -> float:
         return accelerator.total_throughput.phase_seconds["communication"]
 
 
-@pytest.mark.undisturbed
 def test_fsdp_waits_for_the_others_in_communication_when_it_steps(run_ranks) -> None:
     waiting, late = run_ranks(communication_while_rank_1_comes_late_to_the_step)
     assert waiting > late + SECONDS / 2
