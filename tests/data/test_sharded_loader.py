@@ -164,6 +164,7 @@ class Buckets(Sampler[list[int]]):
 @pytest.mark.parametrize(
     "options", [{"even": "uneven"}, {"even": "pad"}, {"even": "drop"}, {"split_batches": True}], ids=str
 )
+@pytest.mark.default_cases("3-2", "70-4", "1-4")
 def test_batches_of_a_batch_sampler_are_dealt_out_whole_or_split(
     make_shards, read_together, count: int, num_batches: int, options: dict[str, Any]
 ) -> None:

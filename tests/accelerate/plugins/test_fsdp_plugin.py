@@ -165,6 +165,7 @@ def test_a_class_that_the_model_does_not_have_is_named() -> None:
 @pytest.mark.parametrize("options", [{}, {"buffer_autocast": True}])
 @pytest.mark.parametrize("before", [None, "fp16"])
 @pytest.mark.parametrize("override", [False, True])
+@pytest.mark.default_cases("False-None-options0")
 def test_the_precision_is_set_as_in_the_real_one(
     version: int, mode: Any, options: dict[str, bool], before: str | None, override: bool
 ) -> None:

@@ -145,6 +145,7 @@ def test_a_model_is_freed_at_once(
 
 @pytest.mark.parametrize("way", ["plain", "copied", "in place"])
 @pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.default_cases("plain")
 def test_a_model_of_any_kind_is_freed_at_once(
     way: str, build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ class Routed(Model):
 
 
 @pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.default_cases("adds what went into a block", "leaves early", "runs one twice", "goes around")
 def test_a_model_may_go_through_its_blocks_in_any_way(route: str) -> None:
     assert_same(with_random_values(Routed(route)), 2, [tokens_of(7)])
 

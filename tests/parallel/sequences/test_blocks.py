@@ -138,6 +138,7 @@ def test_a_model_may_go_through_its_blocks_in_any_way(route: str, recomputes: bo
 
 
 @pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.default_cases("adds what went into a block", "returns all states", "moves positions between")
 def test_states_between_blocks_are_whole_in_evaluation_too(route: str) -> None:
     whole = with_random_values(Routed(route)).eval()
     expected = whole(tokens_of(7)).detach()
@@ -295,6 +296,7 @@ def assert_case(case: Case, size: int, method: str | None = None, **options: Any
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("method", ["heads", "gathered"])
+@pytest.mark.default_cases("heads", "gathered-padded")
 def test_masks_and_losses_of_a_library_are_those_of_the_whole(name: str, method: str) -> None:
     pytest.importorskip("transformers")
     assert_case(CASES["llama"], 2, method, **CALLS[name])

@@ -86,6 +86,7 @@ REFUSED_ROUTES: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("name", ROUTES)
 @pytest.mark.parametrize("split", ["blocks.1", "blocks.2"])
+@pytest.mark.default_cases("blocks.1")
 def test_a_model_goes_through_its_blocks_in_any_way_or_is_refused(name: str, split: str) -> None:
     model, shapes = Model(3, route=ROUTES[name]).double(), ((2, 5), (1, 5))
     if (reason := REFUSED_ROUTES.get(name, {}).get(split)) is None:

@@ -21,6 +21,7 @@ SECONDS: dict[Kind, float] = {"forward": 1.0, "backward": 2.0, "input": 1.0, "we
 @pytest.mark.parametrize("num_pieces", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.default_cases("2-1", "2-4", "3-7", "4-8")
 def test_each_stage_runs_each_piece_once(name: str, num_ranks: int, num_pieces: int) -> None:
     schedule = SCHEDULES[name]
     ranks = schedule.ranks(num_ranks)

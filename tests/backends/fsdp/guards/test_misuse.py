@@ -123,6 +123,7 @@ def train(way: Callable[[nn.Parameter], object], model: Writing, prepared: Any, 
 @pytest.mark.parametrize("first", [-1, 0, 2])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("way", [clamped, clamped_through_data, assigned, copied])
+@pytest.mark.default_cases("full_shard--1", "clamped-full_shard", "copied-shard_grad_op-2")
 def test_a_forward_that_writes_into_a_weight_is_refused_by_name(
     way: Callable, strategy: str, first: int
 ) -> None:
