@@ -10,7 +10,7 @@ import pytest
 
 from checks.commits import commit
 
-SLOW_MINUTES = 6.0
+SLOW_MINUTES = 5.0
 SECONDS_EACH = 600  # that a slow test may take, unless it says so itself
 
 
