@@ -2,7 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_backends.modules.wrap_policy import plan_blocks
+from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
+from drivetrain_backends.modules.wrap_policy import class_name, plan_blocks
+from drivetrain_parallel.layers.divided_layers import with_forward
 
 
 class Block(nn.Module):
@@ -88,3 +90,10 @@ def test_a_block_that_shares_within_itself_stays_a_block() -> None:
     model.layers[0].down.weight = nn.Parameter(torch.zeros(4, 8))
     model.layers[0].again = model.layers[0].down
     assert plan_blocks(model, asked="").blocks == ("layers.0",)
+
+
+def test_a_class_has_the_name_that_the_user_wrote_whatever_has_replaced_it() -> None:
+    layer = nn.Linear(1, 1)
+    checkpoint_activations([layer], "full")
+    with_forward(layer, lambda module, whole, *args: whole(module, *args))  # as a stage does
+    assert class_name(layer) == "Linear"

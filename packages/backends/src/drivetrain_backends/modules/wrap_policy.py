@@ -57,10 +57,8 @@ def plan_blocks(
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class as the user wrote it, without the subclasses that replace the class."""
-    kind = type(module)
-    while issubclass(kind, (FSDPModule, CheckpointedForward, PreparedForward)):
-        kind = kind.__mro__[2]
-    return kind.__name__
+    made = (FSDPModule, CheckpointedForward, PreparedForward)
+    return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, made))
 
 
 def _choose_by_class(
