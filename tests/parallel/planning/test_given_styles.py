@@ -86,6 +86,11 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_name_that_is_near() 
         plan_model(Perceptron(), 2, {"up": "column", "dwon": "row"})
 
 
+def test_patterns_name_nothing_of_a_model_that_is_a_layer() -> None:
+    plan = plan_model(nn.Linear(2, 2), 2, {"up": "column", "*": "whole"})
+    assert plan.layers == ()
+
+
 def test_a_pattern_is_no_regular_expression() -> None:
     with pytest.raises(ParallelPlanError, match=r"'u\.' matches no module"):
         read_patterns(Perceptron(), {"u.": "column"})

@@ -55,7 +55,7 @@ def read_patterns(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, Gi
     for outputs that consist of three pieces.
 
     Raises:
-        ParallelPlanError: A pattern matches no module, or a style is unknown.
+        ParallelPlanError: A pattern matches no module of a model that has some, or a style is unknown.
     """
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, GivenStyle] = {}
@@ -67,7 +67,7 @@ def read_patterns(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, Gi
             )
         given = GivenStyle(None if style == "whole" else style, int(pieces) if pieces else None)
         matched = [name for name in names if re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name)]
-        if not matched:
+        if names and not matched:  # a layer that is a model of its own has none that a pattern could name
             near = find_near(pattern, names)
             raise ParallelPlanError(
                 f"{pattern!r} matches no module of {type(model).__name__}"
